@@ -1,0 +1,313 @@
+"""Cache formats: how a key becomes bytes, where its bytes lie in a page, and how to read them back.
+
+The rounding rules here are the ones every kernel is held to. Packed formats (uint8 pages) hold a page's values first,
+row after row, then its scales, row after row; plain formats are ordinary `[pages, rows, head_dim]` arrays.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+ROPE_DIM = 64
+FP8_MAX = 448.0
+FP4_MAX = 6.0
+FP8_AMAX_MIN = 1e-4
+FP4_AMAX_MIN = 6.0 * 2.0**-126
+FP8_NAN = 0x7F  # the one NaN that is ever stored; its sign is dropped
+BF16_NAN = 0x7FC0
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheFormat:
+    """The layout of one kind of compressed cache.
+
+    Attributes:
+      name: as vLLM spells it, where it has the format.
+      head_dim: channels of a key.
+      value_bytes, scale_bytes: bytes of one row in the two parts of a page.
+      dtype: of the cache array: uint8 for packed pages `[pages, page_bytes]`, else of `[pages, rows, head_dim]`.
+      page_align: page_bytes is padded to a multiple of this by default.
+    """
+
+    name: str
+    head_dim: int
+    value_bytes: int
+    scale_bytes: int
+    dtype: jnp.dtype
+    page_align: int = 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one key, scales included."""
+        return self.value_bytes + self.scale_bytes
+
+    @property
+    def packed(self) -> bool:
+        """Whether the cache is `[pages, page_bytes]` uint8."""
+        return self.dtype == jnp.uint8
+
+    @property
+    def needs_scale(self) -> bool:
+        """Whether values are divided by a scale that the caller gives."""
+        return self.name == "fp8"
+
+    def page_bytes(self, page_rows: int) -> int:
+        """Bytes of a page of `page_rows` rows, padded as vLLM pads it."""
+        return -(-page_rows * self.row_bytes // self.page_align) * self.page_align
+
+    def allocate(self, pages: int, page_rows: int, *, page_bytes: int | None = None) -> jax.Array:
+        """Returns a cache of zeros: `[pages, page_bytes]` uint8 or `[pages, page_rows, head_dim]`.
+
+        Args:
+          pages: number of pages.
+          page_rows: rows of a page.
+          page_bytes: length of a packed page; by default `self.page_bytes(page_rows)`.
+        """
+        if pages < 0 or page_rows < 1:
+            raise ValueError(f"pages is {pages}, page_rows {page_rows}; they must be at least 0 and 1")
+        if not self.packed:
+            if page_bytes is not None:
+                raise ValueError(f"page_bytes is {page_bytes}; a {self.name} cache has no page padding, leave it out")
+            return jnp.zeros((pages, page_rows, self.head_dim), self.dtype)
+        shape = (pages, self.page_bytes(page_rows) if page_bytes is None else page_bytes)
+        self.check_cache("page_bytes", jax.ShapeDtypeStruct(shape, self.dtype), page_rows)
+        return jnp.zeros(shape, self.dtype)
+
+    def check_cache(self, name: str, cache, page_rows: int) -> None:
+        """Raises unless `cache` (an array or its type) can hold pages of `page_rows` rows of this format."""
+        if cache.dtype != self.dtype:
+            raise TypeError(f"{name} has dtype {cache.dtype}; a {self.name} cache must have {self.dtype}")
+        if not self.packed:
+            if cache.ndim != 3 or cache.shape[1:] != (page_rows, self.head_dim):
+                want = f"[pages, {page_rows}, {self.head_dim}]"
+                raise ValueError(f"{name} has shape {cache.shape}; a {self.name} cache must have {want}")
+            return
+        least = page_rows * self.row_bytes
+        if cache.ndim != 2 or cache.shape[1] < least or cache.shape[1] % 4:
+            raise ValueError(
+                f"{name} has shape {cache.shape}; a {self.name} cache of {page_rows} rows a page must be [pages, "
+                f"page_bytes], page_bytes a multiple of 4 and at least {least}"
+            )
+
+    def pack(self, keys: jax.Array, scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Quantises finished keys (after RMSNorm and RoPE).
+
+        A block's scale exponent comes from the bits of its largest magnitude, in which NaN counts as infinity and
+        infinity as the largest finite bfloat16. NaN is stored as 0x7F (fp8), 0x7FC0 (bf16) or +6 (E2M1, which has no
+        NaN; its scale then makes every value of the block overflow to infinity). Infinity saturates in fp8 and E2M1.
+
+        Args:
+          keys: `[..., head_dim]` float32.
+          scale: `[]` float32, what values are divided by; for the format `fp8` alone.
+
+        Returns:
+          values `[..., value_bytes]` and scales `[..., scale_bytes]`, both uint8.
+        """
+        if keys.shape[-1] != self.head_dim:
+            raise ValueError(f"keys has shape {keys.shape}; its last axis must be {self.head_dim} for {self.name}")
+        keys = keys.astype(jnp.float32)
+        if self.name == "fp8_ds_mla":
+            nope, rope = keys[..., :-ROPE_DIM], keys[..., -ROPE_DIM:]
+            values, exponents = _quantise_fp8(nope, block=64)
+            values = jnp.concatenate([values, _bytes(_bf16(rope))], axis=-1)
+            return values, jnp.pad(_e8m0(exponents), [(0, 0)] * (keys.ndim - 1) + [(0, 1)])
+        if self.name == "indexer_fp8":
+            values, exponents = _quantise_fp8(keys, block=128)
+            return values, _bytes(_pow2(exponents))
+        if self.name == "indexer_mxfp4":
+            codes, exponents = _quantise_fp4(keys, block=32)
+            return codes[..., 0::2] | codes[..., 1::2] << 4, _e8m0(exponents)
+        if self.name == "bf16":
+            return _bytes(_bf16(keys)), jnp.zeros((*keys.shape[:-1], 0), jnp.uint8)
+        return _fp8(keys / self._checked_scale(scale)), jnp.zeros((*keys.shape[:-1], 0), jnp.uint8)
+
+    def store(
+        self, cache: jax.Array, values: jax.Array, scales: jax.Array, slots: jax.Array, page_rows: int
+    ) -> jax.Array:
+        """Writes packed rows at their slots; a slot outside the cache writes nothing.
+
+        Args:
+          cache: as `allocate` returns it.
+          values, scales: `[N, value_bytes]` and `[N, scale_bytes]` uint8, as `pack` returns them.
+          slots: `[N]` int32, `page * page_rows + row`; distinct where they are inside the cache.
+          page_rows: rows of a page.
+        """
+        inside = (slots >= 0) & (slots // page_rows < cache.shape[0])
+        # JAX counts negative indices from the end; a page past the end is dropped.
+        page = jnp.where(inside, slots // page_rows, cache.shape[0])
+        row = slots % page_rows
+        if not self.packed:
+            rows = lax.bitcast_convert_type(
+                values.reshape(-1, self.head_dim, self.dtype.itemsize).squeeze(-1)
+                if self.dtype.itemsize == 1
+                else values.reshape(-1, self.head_dim, self.dtype.itemsize),
+                self.dtype,
+            )
+            return cache.at[page, row].set(rows, mode="drop")
+        cache = _scatter_bytes(cache, page, row * self.value_bytes, values)
+        return _scatter_bytes(cache, page, page_rows * self.value_bytes + row * self.scale_bytes, scales)
+
+    def load(self, cache: jax.Array, slots: jax.Array, page_rows: int) -> tuple[jax.Array, jax.Array]:
+        """Reads rows as `store` takes them; a slot outside the cache reads zeros.
+
+        Returns:
+          values `[N, value_bytes]` and scales `[N, scale_bytes]`, both uint8.
+        """
+        inside = (slots >= 0) & (slots // page_rows < cache.shape[0])
+        page = jnp.where(inside, slots // page_rows, cache.shape[0])
+        row = slots % page_rows
+        if not self.packed:
+            values = _bytes(cache.at[page, row].get(mode="fill", fill_value=0))
+            return values, jnp.zeros((slots.shape[0], 0), jnp.uint8)
+        values = _gather_bytes(cache, page, row * self.value_bytes, self.value_bytes)
+        offset = page_rows * self.value_bytes + row * self.scale_bytes
+        return values, _gather_bytes(cache, page, offset, self.scale_bytes)
+
+    def unpack(
+        self, cache: jax.Array, slots: jax.Array, page_rows: int, *, scale: jax.Array | None = None
+    ) -> jax.Array:
+        """Dequantises the rows at `slots`.
+
+        Args:
+          cache: as `allocate` returns it.
+          slots: `[N]` int32; a slot outside the cache gives zeros.
+          page_rows: rows of a page.
+          scale: `[]` float32, for the format `fp8` alone.
+
+        Returns:
+          `[N, head_dim]` float32.
+        """
+        self.check_cache("cache", cache, page_rows)
+        values, scales = self.load(cache, slots, page_rows)
+        if self.name == "fp8_ds_mla":
+            nope, rope = values[:, : -2 * ROPE_DIM], values[:, -2 * ROPE_DIM :]
+            exponents = scales[:, :7].astype(jnp.int32) - 127
+            return jnp.concatenate([_scaled(_from_fp8(nope), exponents), _from_bf16(rope)], axis=1)
+        if self.name == "indexer_fp8":
+            return _from_fp8(values) * lax.bitcast_convert_type(scales, jnp.float32)[:, None]
+        if self.name == "indexer_mxfp4":
+            codes = jnp.stack([values & 0xF, values >> 4], axis=-1).reshape(-1, self.head_dim)
+            magnitudes = jnp.array(E2M1_VALUES, jnp.float32)[codes & 7]
+            return _scaled(jnp.where(codes >= 8, -magnitudes, magnitudes), scales.astype(jnp.int32) - 127)
+        if self.name == "bf16":
+            return _from_bf16(values)
+        return _from_fp8(values) * self._checked_scale(scale)
+
+    def _checked_scale(self, scale):
+        if scale is None:
+            raise ValueError("scale is None; the format fp8 divides by a scale that the caller must give")
+        return jnp.asarray(scale, jnp.float32)
+
+
+CACHE_FORMATS = {
+    f.name: f
+    for f in (
+        CacheFormat("fp8_ds_mla", 512, 448 + 2 * ROPE_DIM, 8, jnp.dtype(jnp.uint8), page_align=576),
+        CacheFormat("indexer_fp8", 128, 128, 4, jnp.dtype(jnp.uint8)),
+        CacheFormat("indexer_mxfp4", 128, 64, 4, jnp.dtype(jnp.uint8)),
+        CacheFormat("bf16", 512, 1024, 0, jnp.dtype(jnp.bfloat16)),
+        CacheFormat("fp8", 512, 512, 0, jnp.dtype(jnp.float8_e4m3fn)),
+    )
+}
+
+
+def _quantise_fp8(x, block):
+    """The fp8 codes of bf16-rounded x, and the exponent of each block's scale."""
+    x = _round_bf16(x).reshape(*x.shape[:-1], -1, block)
+    e = _scale_exponent(_amax(x, FP8_AMAX_MIN), FP8_MAX)
+    return _fp8(x * _pow2(-e)[..., None]).reshape(*x.shape[:-2], -1), e
+
+
+def _quantise_fp4(x, block):
+    """The E2M1 codes (one a byte) of bf16-rounded x, and the exponent of each block's scale."""
+    x = _round_bf16(x).reshape(*x.shape[:-1], -1, block)
+    e = _scale_exponent(_amax(x, FP4_AMAX_MIN), FP4_MAX)
+    x = x * _pow2(-e)[..., None]
+    a = jnp.abs(x)
+    # Midpoints between neighbours, each going to the even code.
+    code = sum((a > t).astype(jnp.uint8) for t in (0.25, 1.25, 2.5, 5.0))
+    code += sum((a >= t).astype(jnp.uint8) for t in (0.75, 1.75, 3.5))
+    code |= jnp.where(jnp.signbit(x), jnp.uint8(8), jnp.uint8(0))
+    code = jnp.where(jnp.isnan(x), jnp.uint8(7), code)
+    return code.reshape(*x.shape[:-2], -1), e
+
+
+def _amax(x, least):
+    """max |x| over the last axis, at least `least`, taken on the bits so that NaN has one defined effect."""
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32).max(axis=-1)
+    infinity = 0x7F800000
+    return jnp.maximum(lax.bitcast_convert_type(jnp.minimum(bits, infinity), jnp.float32), least)
+
+
+def _scale_exponent(amax, largest):
+    """ceil(log2(amax / largest)), exactly, from the bits; infinity counts as the largest finite value."""
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    bits_largest = int(np.float32(largest).view(np.int32))
+    round_up = (bits & 0x7FFFFF) > (bits_largest & 0x7FFFFF)
+    return (bits >> 23) - (bits_largest >> 23) + round_up
+
+
+def _pow2(e):
+    """2.0**e for int32 e in -126..127."""
+    return lax.bitcast_convert_type((e + 127) << 23, jnp.float32)
+
+
+def _e8m0(e):
+    return (e + 127).astype(jnp.uint8)
+
+
+def _round_bf16(x):
+    # reduce_precision, since XLA may drop a pair of converts.
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def _bf16(x):
+    return jnp.where(jnp.isnan(x), lax.bitcast_convert_type(jnp.uint16(BF16_NAN), jnp.bfloat16), x.astype(jnp.bfloat16))
+
+
+def _fp8(x):
+    code = lax.bitcast_convert_type(jnp.clip(x, -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn), jnp.uint8)
+    return jnp.where(jnp.isnan(x), jnp.uint8(FP8_NAN), code)
+
+
+def _from_fp8(values):
+    return lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+def _from_bf16(values):
+    return lax.bitcast_convert_type(values.reshape(*values.shape[:-1], -1, 2), jnp.bfloat16).astype(jnp.float32)
+
+
+def _scaled(x, exponents):
+    # ldexp in two exact steps: 2**-127 is below the normal range.
+    x = x.reshape(*exponents.shape, -1)
+    half = exponents // 2
+    return (x * _pow2(half)[..., None] * _pow2(exponents - half)[..., None]).reshape(x.shape[0], -1)
+
+
+def _bytes(x):
+    """The bytes of x's last axis, little end first."""
+    b = lax.bitcast_convert_type(x, jnp.uint8)
+    return b if b.ndim == x.ndim else b.reshape(*x.shape[:-1], -1)
+
+
+def _scatter_bytes(cache, page, offset, rows):
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
+    )
+    index = jnp.stack([page, offset], axis=1)
+    return lax.scatter(
+        cache, index, rows, numbers, unique_indices=True, mode=lax.GatherScatterMode.FILL_OR_DROP
+    )
+
+
+def _gather_bytes(cache, page, offset, length):
+    numbers = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
+    index = jnp.stack([page, offset], axis=1)
+    return lax.gather(
+        cache, index, numbers, (1, length), mode=lax.GatherScatterMode.FILL_OR_DROP, fill_value=0
+    )

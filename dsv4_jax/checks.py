@@ -1,0 +1,57 @@
+"""Checks of arguments while tracing: an error names the argument, what it was and what it must be."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FLOATS = (jnp.float32, jnp.bfloat16)
+
+
+def array(name: str, value, shape: tuple, dtypes: tuple = (jnp.float32,)) -> jax.Array:
+    """Returns `value` as a JAX array after checking dtype and shape.
+
+    Args:
+      name: of the argument, for the error.
+      value: anything array-like.
+      shape: lengths; a string stands for any length.
+      dtypes: those that are accepted.
+    """
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be an array of {_names(dtypes)} {_shape(shape)}")
+    if not any(value.dtype == d for d in dtypes):
+        raise TypeError(f"{name} has dtype {value.dtype}; it must be {_names(dtypes)}")
+    if len(value.shape) != len(shape) or any(
+        isinstance(want, int) and want != got for want, got in zip(shape, value.shape, strict=True)
+    ):
+        raise ValueError(f"{name} has shape {list(value.shape)}; it must be {_shape(shape)}")
+    return jnp.asarray(value)
+
+
+def integers(name: str, value, shape: tuple) -> jax.Array:
+    """Returns indices as int32; int64 beyond int32's range stays out of range instead of wrapping round."""
+    if isinstance(value, list | tuple):
+        value = np.asarray(value, np.int32)
+    value = array(name, value, shape, (jnp.int32, jnp.int64))
+    if value.dtype == jnp.int64:
+        value = jnp.clip(value, -1, 2**31 - 1)
+    return value.astype(jnp.int32)
+
+
+def at_least(name: str, value, least: int) -> None:
+    """Raises unless `value` is a Python integer of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+
+
+def one_of(name: str, value, choices: tuple) -> None:
+    """Raises unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
+def _names(dtypes):
+    return " or ".join(np.dtype(d).name for d in dtypes)
+
+
+def _shape(shape):
+    return "[" + ", ".join(map(str, shape)) + "]"

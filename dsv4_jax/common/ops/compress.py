@@ -1,0 +1,270 @@
+"""`compress` in Triton.
+
+Short windows (CSA, the indexer): one program holds a whole window in registers and stores its key. Long ones (HCA): a
+first kernel folds parts of a window - some of its rows, some of its channels - into running softmax sums, a second one
+joins them and stores the key. The programs after those of the closing windows save states.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from dsv4_jax.common.ops.launch import launch
+from dsv4_jax.common.ops.norm_rope import norm_rope
+from dsv4_jax.common.ops.quantise_store import store_key
+from dsv4_jax.common.ops.save_partial_states import save_row
+from dsv4_jax.common.ops.window import closing_token, load_rows, softmax_fold, window_rows
+
+# A window of at most this many rows is held by one program.
+SHORT_WINDOW = 16
+
+
+def implement(
+    kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, save, platform
+):
+    """See `dsv4_jax.compress`."""
+    return run(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, config=config, save=save)
+
+
+def run(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, save):
+    """Launches the kernels; without `kv_score` every row of a window comes from the state cache.
+
+    Args: those of `dsv4_jax.compress`, and save="none".
+    """
+    tokens = metadata.positions.shape[0]
+    windows = metadata.closing.shape[0] if kv_cache.shape[0] and cos_sin.shape[0] else 0
+    saved = {"all": tokens, "tail": metadata.saving.shape[0], "none": 0}[save] if state_cache.shape[0] else 0
+    if windows + saved == 0:
+        return state_cache, kv_cache
+    from_batch = kv_score is not None
+    window = {
+        # Triton wants an array for every pointer; those of state_cache's type stand in for what is not read.
+        "kv_score": kv_score if from_batch else state_cache,
+        "ape": ape if from_batch else state_cache,
+        "state_cache": state_cache,
+        "positions": metadata.positions,
+        "token_to_req": metadata.token_to_req,
+        "query_start_loc": metadata.query_start_loc,
+        "block_table": metadata.block_table,
+        "kv_slot_mapping": metadata.kv_slot_mapping,
+        "closing": metadata.closing,
+        "tokens": tokens,
+        "requests": metadata.block_table.shape[0],
+        "table_width": metadata.block_table.shape[1],
+        "state_pages": state_cache.shape[0],
+        "kv_pages": kv_cache.shape[0],
+        "table_rows": cos_sin.shape[0],
+        "windows": windows,
+    }
+    tail = {
+        "slot_mapping": metadata.slot_mapping,
+        "saving": metadata.saving if save == "tail" else metadata.slot_mapping,
+    }
+    finish = {
+        "kv_cache": kv_cache,
+        "norm_weight": norm_weight,
+        "cos_sin": cos_sin,
+        "kv_scale": norm_weight if kv_scale is None else kv_scale,
+    }
+    shape = {
+        "RATIO": config.compress_ratio,
+        "HEAD_DIM": config.head_dim,
+        "OVERLAP": config.overlap,
+        "PAGE_ROWS": config.page_rows,
+        "KV_PAGE_ROWS": config.kv_page_rows,
+        "FROM_BATCH": from_batch,
+    }
+    store = {
+        "FORMAT": config.cache_format,
+        "PAGE_BYTES": kv_cache.shape[1] if config.format.packed else config.kv_page_rows * config.format.value_bytes,
+        "EPS": config.eps,
+        "ROPE_DIM": config.rope_head_dim,
+    }
+    if config.window <= SHORT_WINDOW:
+        updates = ("kv_cache",) if save == "none" else ("state_cache", "kv_cache")
+        results = launch(
+            _compress_kernel,
+            windows + saved,
+            updates=updates,
+            num_warps=max(1, config.head_dim // 128),
+            constants={**shape, **store, "SAVE": save},
+            **window,
+            **tail,
+            **finish,
+        )
+        return results if save != "none" else (state_cache, results[0])
+
+    block = 128
+    # Enough programs to fill the chip where few windows close; whole windows where many do.
+    splits = max(1, min(16, 64 // max(1, windows)))
+    partial = jax.ShapeDtypeStruct((max(1, windows), splits, 3, config.head_dim), jnp.float32)
+    parts = windows * splits * (config.head_dim // block)
+    results = launch(
+        _fold_kernel,
+        parts + saved,
+        updates=() if save == "none" else ("state_cache",),
+        scratch={"partial": partial},
+        num_warps=4,
+        constants={**shape, "SAVE": save, "SPLITS": splits, "BLOCK": block, "STEP": 8},
+        **window,
+        **tail,
+    )
+    partial = results[-1]
+    state_cache = state_cache if save == "none" else results[0]
+    if windows == 0:
+        return state_cache, kv_cache
+    # The window's rows are looked up again, so that one without any row writes nothing.
+    (kv_cache,) = launch(
+        _finish_kernel,
+        windows,
+        updates=("kv_cache",),
+        num_warps=4,
+        constants={**shape, **store, "SPLITS": splits},
+        **{k: v for k, v in window.items() if k not in ("kv_score", "ape", "state_cache", "windows")},
+        **finish,
+        partial=partial,
+    )
+    return state_cache, kv_cache
+
+
+@triton.jit
+def _compress_kernel(
+    kv_score, ape, state_cache, positions, token_to_req, query_start_loc, block_table, kv_slot_mapping, closing,
+    slot_mapping, saving, kv_cache, norm_weight, cos_sin, kv_scale,
+    tokens, requests, table_width, state_pages, kv_pages, table_rows, windows,
+    RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    KV_PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr, FORMAT: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    EPS: tl.constexpr, ROPE_DIM: tl.constexpr, SAVE: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = HEAD_DIM * (2 if OVERLAP else 1)
+    WINDOW: tl.constexpr = RATIO * (2 if OVERLAP else 1)
+    index = tl.program_id(0)
+    if index < windows:
+        token, position, request, slot, valid = closing_token(
+            index, closing, positions, token_to_req, kv_slot_mapping, tokens, requests, kv_pages, table_rows,
+            RATIO, KV_PAGE_ROWS,
+        )  # fmt: skip
+        if valid:
+            element = tl.arange(0, WINDOW)
+            row, in_batch, state_row, in_state = window_rows(
+                WINDOW - 1 - element, token, position, request, query_start_loc, block_table, table_width, state_pages,
+                PAGE_ROWS, FROM_BATCH,
+            )  # fmt: skip
+            if tl.sum((in_batch | in_state).to(tl.int32), axis=0) > 0:
+                channels = tl.arange(0, HEAD_DIM)
+                kv, score = load_rows(
+                    element, channels, kv_score, ape, state_cache, row, in_batch, state_row, in_state,
+                    RATIO, HEAD_DIM, OVERLAP, FROM_BATCH,
+                )  # fmt: skip
+                nothing = tl.full((HEAD_DIM,), float("-inf"), tl.float32)
+                zero = tl.zeros((HEAD_DIM,), tl.float32)
+                _, total, weighted = softmax_fold(kv, score, nothing, zero, zero)
+                key = norm_rope(weighted / total, position, norm_weight, cos_sin, EPS, HEAD_DIM, RATIO, ROPE_DIM)
+                store_key(key, slot, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
+    else:
+        _save(
+            index - windows, kv_score, ape, positions, slot_mapping, saving, state_cache, tokens, state_pages,
+            RATIO, WIDTH, PAGE_ROWS, SAVE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _fold_kernel(
+    kv_score, ape, state_cache, positions, token_to_req, query_start_loc, block_table, kv_slot_mapping, closing,
+    slot_mapping, saving, partial,
+    tokens, requests, table_width, state_pages, kv_pages, table_rows, windows,
+    RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    KV_PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr, SAVE: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Folds one split of a window's rows, for one block of channels, into `partial[window, split, 3, HEAD_DIM]`."""
+    WIDTH: tl.constexpr = HEAD_DIM * (2 if OVERLAP else 1)
+    WINDOW: tl.constexpr = RATIO * (2 if OVERLAP else 1)
+    BLOCKS: tl.constexpr = HEAD_DIM // BLOCK
+    ROWS: tl.constexpr = WINDOW // SPLITS
+    pid = tl.program_id(0)
+    index = pid // (SPLITS * BLOCKS)
+    if index < windows:
+        token, position, request, _, valid = closing_token(
+            index, closing, positions, token_to_req, kv_slot_mapping, tokens, requests, kv_pages, table_rows,
+            RATIO, KV_PAGE_ROWS,
+        )  # fmt: skip
+        if valid:
+            split = pid // BLOCKS % SPLITS
+            channels = pid % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+            largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+            total = tl.zeros((BLOCK,), tl.float32)
+            weighted = tl.zeros((BLOCK,), tl.float32)
+            for first in range(0, ROWS, STEP):
+                element = split * ROWS + first + tl.arange(0, STEP)
+                row, in_batch, state_row, in_state = window_rows(
+                    WINDOW - 1 - element, token, position, request, query_start_loc, block_table, table_width,
+                    state_pages, PAGE_ROWS, FROM_BATCH,
+                )  # fmt: skip
+                kv, score = load_rows(
+                    element, channels, kv_score, ape, state_cache, row, in_batch, state_row, in_state,
+                    RATIO, HEAD_DIM, OVERLAP, FROM_BATCH,
+                )  # fmt: skip
+                largest, total, weighted = softmax_fold(kv, score, largest, total, weighted)
+            at = partial + (index * SPLITS + split) * (3 * HEAD_DIM) + channels
+            tl.store(at, largest)
+            tl.store(at + HEAD_DIM, total)
+            tl.store(at + 2 * HEAD_DIM, weighted)
+    else:
+        _save(
+            pid - windows * (SPLITS * BLOCKS), kv_score, ape, positions, slot_mapping, saving, state_cache, tokens,
+            state_pages, RATIO, WIDTH, PAGE_ROWS, SAVE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _finish_kernel(
+    positions, token_to_req, query_start_loc, block_table, kv_slot_mapping, closing,
+    kv_cache, norm_weight, cos_sin, kv_scale, partial,
+    tokens, requests, table_width, state_pages, kv_pages, table_rows,
+    RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    KV_PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr, FORMAT: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    EPS: tl.constexpr, ROPE_DIM: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Joins the splits of a window and stores its key."""
+    WINDOW: tl.constexpr = RATIO * (2 if OVERLAP else 1)
+    index = tl.program_id(0)
+    token, position, request, slot, valid = closing_token(
+        index, closing, positions, token_to_req, kv_slot_mapping, tokens, requests, kv_pages, table_rows,
+        RATIO, KV_PAGE_ROWS,
+    )  # fmt: skip
+    if valid:
+        _, in_batch, _, in_state = window_rows(
+            tl.arange(0, WINDOW), token, position, request, query_start_loc, block_table, table_width, state_pages,
+            PAGE_ROWS, FROM_BATCH,
+        )  # fmt: skip
+        if tl.sum((in_batch | in_state).to(tl.int32), axis=0) > 0:
+            split = tl.arange(0, SPLITS)
+            channels = tl.arange(0, HEAD_DIM)
+            at = partial + (index * SPLITS + split)[:, None] * (3 * HEAD_DIM) + channels[None, :]
+            largest = tl.load(at)
+            reference = tl.max(largest, axis=0)
+            reference = tl.where(reference == float("-inf"), 0.0, reference)
+            scale = tl.exp(largest - reference[None, :])
+            total = tl.sum(tl.load(at + HEAD_DIM) * scale, axis=0)
+            weighted = tl.sum(tl.load(at + 2 * HEAD_DIM) * scale, axis=0)
+            key = norm_rope(weighted / total, position, norm_weight, cos_sin, EPS, HEAD_DIM, RATIO, ROPE_DIM)
+            store_key(key, slot, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
+
+
+@triton.jit
+def _save(
+    index, kv_score, ape, positions, slot_mapping, saving, state_cache, tokens, state_pages,
+    RATIO: tl.constexpr, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr, SAVE: tl.constexpr,
+):  # fmt: skip
+    """Saves the state of the batch row that the plan names (`SAVE="tail"`), or of every one (`"all"`)."""
+    if SAVE != "none":
+        token = index
+        if SAVE == "tail":
+            token = tl.load(saving + index)
+        if (token >= 0) & (token < tokens):
+            save_row(
+                token, kv_score, kv_score + WIDTH, 2 * WIDTH, ape, positions, slot_mapping, state_cache, state_pages,
+                RATIO, WIDTH, PAGE_ROWS,
+            )  # fmt: skip

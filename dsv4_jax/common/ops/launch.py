@@ -1,0 +1,68 @@
+"""Runs a Triton kernel on JAX arrays: by jax-triton on a GPU, in Triton's interpreter on the CPU."""
+
+import warnings
+
+import jax
+import triton
+
+from dsv4_jax.common.ops import interpreter
+
+
+def launch(kernel, grid: int, *, updates=(), scratch=None, num_warps: int, constants: dict, **args) -> tuple:
+    """Launches `kernel` on `grid` programs; arguments go by the kernel's parameter names.
+
+    Args:
+      kernel: a `triton.jit` function; its array parameters come first, results among them last.
+      grid: number of programs.
+      updates: names of the arrays that the kernel updates in place.
+      scratch: name to `jax.ShapeDtypeStruct` of buffers that XLA lends for this call; the last array parameters.
+      num_warps: warps of a program.
+      constants: `constexpr` parameters.
+      **args: arrays and integers.
+
+    Returns:
+      The updated arrays, then the scratch buffers.
+    """
+    scratch = scratch or {}
+    if isinstance(kernel, triton.runtime.JITFunction):
+        return _launch_gpu(kernel, grid, updates, scratch, num_warps, constants, args)
+    return _launch_interpreted(kernel, grid, updates, scratch, constants, args)
+
+
+def _launch_gpu(kernel, grid, updates, scratch, num_warps, constants, args):
+    import jax_triton
+
+    operands = [name for name in kernel.arg_names if name in args]
+    with warnings.catch_warnings():
+        # jax-triton asks for Refs instead; an alias says the same and works inside a primitive's lowering.
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        return jax_triton.triton_call(
+            kernel=kernel,
+            grid=(grid,),
+            out_type=[jax.typeof(args[name]) for name in updates] + list(scratch.values()),
+            input_output_aliases={operands.index(name): i for i, name in enumerate(updates)},
+            num_warps=num_warps,
+            **args,
+            **constants,
+        )
+
+
+def _launch_interpreted(kernel, grid, updates, scratch, constants, args):
+    import bridge
+
+    names = [name for name, value in args.items() if not isinstance(value, int)]
+    numbers = {name: value for name, value in args.items() if isinstance(value, int)}
+
+    def run(*tensors):
+        arrays = dict(zip([*names, *scratch], tensors, strict=True))
+        with interpreter.round_to_nearest_even():
+            kernel[(grid,)](**arrays, **numbers, **constants)
+
+    results = bridge.torch_call(
+        run,
+        *(args[name] for name in names),
+        out_type=tuple(jax.ShapeDtypeStruct(args[name].shape, args[name].dtype) for name in updates)
+        + tuple(scratch.values()),
+        input_output_aliases={names.index(name): i for i, name in enumerate(updates)},
+    )
+    return tuple(results)

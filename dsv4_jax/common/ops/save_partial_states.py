@@ -1,0 +1,57 @@
+"""`save_partial_states` in Triton: one program a token."""
+
+import triton
+import triton.language as tl
+
+from dsv4_jax.common.ops.launch import launch
+
+
+def implement(kv, score, ape, positions, state_cache, slot_mapping, *, platform):
+    """See `dsv4_jax.save_partial_states`."""
+    tokens, width = kv.shape
+    pages, page_rows, _ = state_cache.shape
+    if tokens == 0 or pages == 0:
+        return (state_cache,)
+    return launch(
+        _save_kernel,
+        tokens,
+        updates=("state_cache",),
+        num_warps=max(1, min(4, width // 256)),
+        constants={"RATIO": ape.shape[0], "WIDTH": width, "PAGE_ROWS": page_rows},
+        kv=kv,
+        score=score,
+        ape=ape,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        state_cache=state_cache,
+        pages=pages,
+    )
+
+
+@triton.jit
+def _save_kernel(
+    kv, score, ape, positions, slot_mapping, state_cache, pages,
+    RATIO: tl.constexpr, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    save_row(token, kv, score, WIDTH, ape, positions, slot_mapping, state_cache, pages, RATIO, WIDTH, PAGE_ROWS)
+
+
+@triton.jit
+def save_row(
+    token, kv, score, stride, ape, positions, slot_mapping, state_cache, pages,
+    RATIO: tl.constexpr, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Writes a token's kv and biased score into its row of the state cache; rows of kv and score are `stride` apart."""
+    position = tl.load(positions + token)
+    slot = tl.load(slot_mapping + token)
+    inside = (position >= 0) & (slot >= 0) & (slot // PAGE_ROWS < pages)
+    if inside:
+        # The width need not be a power of two.
+        channels = tl.arange(0, triton.next_power_of_2(WIDTH))
+        mask = channels < WIDTH
+        row = token.to(tl.int64) * stride + channels
+        at = state_cache + slot.to(tl.int64) * (2 * WIDTH) + channels
+        bias = tl.load(ape + (position % RATIO) * WIDTH + channels, mask=mask)
+        tl.store(at, tl.load(kv + row, mask=mask).to(tl.float32), mask=mask)
+        tl.store(at + WIDTH, tl.load(score + row, mask=mask).to(tl.float32) + bias, mask=mask)

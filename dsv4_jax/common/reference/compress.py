@@ -1,0 +1,93 @@
+"""`compress`: from the projection's output to states saved and keys stored, in one pass."""
+
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax import checks
+from dsv4_jax.common.reference.compress_norm_rope_store import check_store, store_keys
+from dsv4_jax.common.reference.save_partial_states import biased, store_states
+from dsv4_jax.config import CompressorConfig
+from dsv4_jax.metadata import CompressorMetadata
+from dsv4_jax.op import Op
+
+_op = Op("compress", updates=(2, 3))
+
+
+def compress(
+    kv_score: jax.Array,
+    ape: jax.Array,
+    state_cache: jax.Array,
+    kv_cache: jax.Array,
+    metadata: CompressorMetadata,
+    norm_weight: jax.Array,
+    cos_sin: jax.Array,
+    *,
+    config: CompressorConfig,
+    save: str = "tail",
+    kv_scale: jax.Array | float | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Saves states and stores the keys of closed windows, each input read once.
+
+    Rows of a window that are in this batch come from `kv_score`, older ones from the state cache. The cache's bytes are
+    those of `save_partial_states` followed by `compress_norm_rope_store`. No slot that this call writes may hold a row
+    that one of its windows still needs.
+
+    Args:
+      kv_score: `[T, 2W]` float32 or bfloat16, the projection's output: kv in the first half, score in the second.
+      ape: `[m, W]` float32, the position bias.
+      state_cache: `[pages, page_rows, 2W]` float32; updated in place when donated.
+      kv_cache: the cache of `config.format`; updated in place when donated.
+      metadata: this step's `CompressorMetadata`.
+      norm_weight: `[D]` float32 or bfloat16.
+      cos_sin: `[P, 64]` float32, cos then sin, as `Yarn.table` makes it.
+      config: the compressor.
+      save: "tail" saves the states that a later step can need; "all" saves every token's, for prefixes that requests
+        share.
+      kv_scale: `[]` float32, what values are divided by; for the format `fp8` alone, and needed there.
+      implementation: "xla", "triton", "cutedsl" or None: the platform switch chooses.
+
+    Returns:
+      The state cache and the cache.
+    """
+    checks.one_of("save", save, ("tail", "all"))
+    state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale = check_store(
+        state_cache, kv_cache, metadata, norm_weight, cos_sin, config, kv_scale
+    )
+    tokens = metadata.positions.shape[0]
+    kv_score = checks.array("kv_score", kv_score, (tokens, 2 * config.width), checks.FLOATS)
+    ape = checks.array("ape", ape, (config.compress_ratio, config.width))
+    return _op(
+        kv_score,
+        ape,
+        state_cache,
+        kv_cache,
+        metadata,
+        norm_weight,
+        cos_sin,
+        kv_scale,
+        implementation=implementation,
+        config=config,
+        save=save,
+    )
+
+
+def implement(
+    kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, save, platform
+):
+    """The op in plain JAX."""
+    kv_cache = store_keys(
+        kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, config=config
+    )
+    # The windows are read before the states are written, so that XLA need not copy the state cache.
+    state_cache, kv_cache = jax.lax.optimization_barrier((state_cache, kv_cache))
+    tokens = kv_score.shape[0]
+    token = jnp.arange(tokens, dtype=jnp.int32) if save == "all" else metadata.saving
+    inside = (token >= 0) & (token < tokens)
+    token = jnp.where(inside, token, tokens)
+    rows = kv_score.at[token].get(mode="fill", fill_value=0)
+    positions = metadata.positions.at[token].get(mode="fill", fill_value=-1)
+    slots = metadata.slot_mapping.at[token].get(mode="fill", fill_value=-1)
+    kv, score = rows[:, : config.width].astype(jnp.float32), rows[:, config.width :]
+    rows = jnp.concatenate([kv, biased(score, ape, positions)], axis=1)
+    return store_states(state_cache, rows, jnp.where(inside & (positions >= 0), slots, -1)), kv_cache

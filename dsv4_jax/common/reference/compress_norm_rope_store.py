@@ -1,0 +1,103 @@
+"""`compress_norm_rope_store`: the windows that this step closes, read from the state cache, become keys in the cache."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax import checks
+from dsv4_jax.common.reference.window import normalised_keys
+from dsv4_jax.config import CompressorConfig
+from dsv4_jax.metadata import CompressorMetadata
+from dsv4_jax.op import Op
+
+_op = Op("compress_norm_rope_store", updates=(1,))
+
+
+def compress_norm_rope_store(
+    state_cache: jax.Array,
+    kv_cache: jax.Array,
+    metadata: CompressorMetadata,
+    norm_weight: jax.Array,
+    cos_sin: jax.Array,
+    *,
+    config: CompressorConfig,
+    kv_scale: jax.Array | float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Gated softmax over each closed window, RMSNorm, RoPE, quantise, store.
+
+    The states of the whole window must be in the state cache; `compress` also takes them from the batch. A window
+    whose position lies past the RoPE table, or that has no row at all, writes nothing.
+
+    Args:
+      state_cache: `[pages, page_rows, 2W]` float32.
+      kv_cache: the cache of `config.format`; updated in place when donated.
+      metadata: this step's `CompressorMetadata`.
+      norm_weight: `[D]` float32 or bfloat16.
+      cos_sin: `[P, 64]` float32, cos then sin, as `Yarn.table` makes it.
+      config: the compressor.
+      kv_scale: `[]` float32, what values are divided by; for the format `fp8` alone, and needed there.
+      implementation: "xla", "triton", "cutedsl" or None: the platform switch chooses.
+
+    Returns:
+      The cache.
+    """
+    args = check_store(state_cache, kv_cache, metadata, norm_weight, cos_sin, config, kv_scale)
+    (kv_cache,) = _op(*args, implementation=implementation, config=config)
+    return kv_cache
+
+
+compress_norm_rope_store_triton = functools.partial(compress_norm_rope_store, implementation="triton")
+compress_norm_rope_store_triton.__doc__ = "`compress_norm_rope_store` by its Triton kernel."
+
+
+def implement(state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, platform):
+    """The op in plain JAX."""
+    return (store_keys(None, None, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, config=config),)
+
+
+def store_keys(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config):
+    """Makes the keys of the closing windows, quantises and stores them."""
+    keys, slots = normalised_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, config=config)
+    values, scales = config.format.pack(keys, kv_scale)
+    return config.format.store(kv_cache, values, scales, slots, config.kv_page_rows)
+
+
+def check_store(state_cache, kv_cache, metadata, norm_weight, cos_sin, config, kv_scale):
+    """Checks the arguments that both compressing ops have; returns them as arrays."""
+    if not isinstance(config, CompressorConfig):
+        raise TypeError(f"config is a {type(config).__name__}; it must be a CompressorConfig")
+    if not isinstance(metadata, CompressorMetadata):
+        raise TypeError(f"metadata is a {type(metadata).__name__}; it must be a CompressorMetadata")
+    state_cache = checks.array("state_cache", state_cache, ("pages", config.page_rows, 2 * config.width))
+    if not hasattr(kv_cache, "dtype"):
+        raise TypeError(f"kv_cache is a {type(kv_cache).__name__}; it must be an array")
+    config.format.check_cache("kv_cache", kv_cache, config.kv_page_rows)
+    norm_weight = checks.array("norm_weight", norm_weight, (config.head_dim,), checks.FLOATS)
+    cos_sin = checks.array("cos_sin", cos_sin, ("P", config.rope_head_dim))
+    if config.format.needs_scale == (kv_scale is None):
+        must = "a float32 scalar" if config.format.needs_scale else "None"
+        raise ValueError(f"kv_scale is {kv_scale!r}; for the cache format {config.cache_format} it must be {must}")
+    if kv_scale is not None:
+        kv_scale = checks.array("kv_scale", jnp.asarray(kv_scale, jnp.float32), ())
+    return state_cache, jnp.asarray(kv_cache), checked_metadata(metadata), norm_weight, cos_sin, kv_scale
+
+
+def checked_metadata(metadata):
+    """The metadata as int32, its arrays' shapes in agreement."""
+    (tokens,) = checks.integers("metadata.positions", metadata.positions, ("T",)).shape
+    requests, _ = checks.integers("metadata.block_table", metadata.block_table, ("R", "B")).shape
+    shapes = {
+        "positions": (tokens,),
+        "token_to_req": (tokens,),
+        "query_start_loc": (requests + 1,),
+        "slot_mapping": (tokens,),
+        "block_table": (requests, "B"),
+        "kv_slot_mapping": (tokens,),
+        "closing": ("N",),
+        "saving": ("S",),
+    }
+    return CompressorMetadata(
+        **{name: checks.integers(f"metadata.{name}", getattr(metadata, name), shape) for name, shape in shapes.items()}
+    )

@@ -1,0 +1,96 @@
+"""From a window of states to a finished key: gather, softmax-sum, RMSNorm, RoPE. Plain JAX, before quantisation."""
+
+import jax
+import jax.numpy as jnp
+
+
+def normalised_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, *, config):
+    """The keys of the windows that this batch closes.
+
+    Args:
+      kv_score: `[T, 2W]`, or None: then every row of a window comes from the state cache.
+      ape: `[m, W]` float32, or None with `kv_score`.
+      state_cache: `[pages, page_rows, 2W]` float32.
+      metadata: `CompressorMetadata`.
+      norm_weight: `[D]`.
+      cos_sin: `[P, 64]` float32.
+      config: `CompressorConfig`.
+
+    Returns:
+      keys `[N, D]` float32 and their cache slots `[N]` int32, -1 where `metadata.closing` names no window.
+    """
+    request, position, token, closes = _closing_tokens(metadata, cos_sin.shape[0], config)
+    kv, score, present = _window(kv_score, ape, state_cache, metadata, request, position, token, config)
+    present = present & closes[:, None]
+    keys = _rope(_rms_norm(_softmax_sum(kv, score, present), norm_weight, config.eps), cos_sin, position, config)
+    slots = jnp.take(metadata.kv_slot_mapping, token, mode="clip")
+    return keys, jnp.where(closes & present.any(axis=1), slots, -1)
+
+
+def _closing_tokens(metadata, table_rows, config):
+    """Request, position and batch row of each closing token, and whether it is one (data can be wrong)."""
+    tokens, requests = metadata.positions.shape[0], metadata.block_table.shape[0]
+    m = config.compress_ratio
+    token = metadata.closing
+    position = jnp.take(metadata.positions, jnp.where(token >= 0, token, tokens), mode="fill", fill_value=-1)
+    request = jnp.take(metadata.token_to_req, jnp.where(token >= 0, token, tokens), mode="fill", fill_value=-1)
+    closes = (position >= 0) & ((position + 1) % m == 0) & (position // m * m < table_rows)
+    closes &= (request >= 0) & (request < requests)
+    return jnp.where(closes, request, requests), position, token, closes
+
+
+def _window(kv_score, ape, state_cache, metadata, request, position, token, config):
+    """kv and score `[N, n, D]` of each window, and which of its rows there are `[N, n]`."""
+    n, m, d, w = config.window, config.compress_ratio, config.head_dim, config.width
+    pages, page_rows, _ = state_cache.shape
+    back = jnp.arange(n - 1, -1, -1, dtype=jnp.int32)
+    p = position[:, None] - back
+    column = jnp.maximum(p, 0) // page_rows
+    page = metadata.block_table.at[request[:, None], column].get(mode="fill", fill_value=-1)
+    present = (p >= 0) & (page >= 0) & (page < pages)
+    rows = state_cache.at[jnp.where(present, page, pages), p % page_rows].get(mode="fill", fill_value=0)
+    kv, score = _halves(rows, config)
+    if kv_score is not None and kv_score.shape[0]:
+        start = jnp.take(metadata.query_start_loc, request, mode="fill", fill_value=0)
+        row = token[:, None] - back
+        in_batch = (p >= 0) & (row >= jnp.maximum(start, 0)[:, None])
+        batch_kv, batch_score = _halves(kv_score.at[jnp.where(in_batch, row, 0)].get(mode="clip"), config)
+        bias = ape.reshape(m, -1, d)
+        bias = jnp.concatenate([bias[:, i] for i in range(w // d)])
+        kv = jnp.where(in_batch[..., None], batch_kv, kv)
+        score = jnp.where(in_batch[..., None], batch_score + bias, score)
+        present |= in_batch
+    return kv, score, present
+
+
+def _halves(rows, config):
+    """The columns of kv and score that a window reads: with overlap the older half of it reads the first D."""
+    d, w, m = config.head_dim, config.width, config.compress_ratio
+    rows = rows.astype(jnp.float32)
+    if not config.overlap:
+        return rows[..., :d], rows[..., w:]
+    old, new = rows[:, :m], rows[:, m:]
+    kv = jnp.concatenate([old[..., :d], new[..., d:w]], axis=1)
+    return kv, jnp.concatenate([old[..., w : w + d], new[..., w + d :]], axis=1)
+
+
+def _softmax_sum(kv, score, present):
+    """Softmax over the window for each channel, times kv. A row with a channel that is not finite is all NaN."""
+    score = jnp.where(present[..., None], score, -jnp.inf)
+    weight = jnp.exp(score - score.max(axis=1, keepdims=True))
+    c = (weight * kv).sum(axis=1) / weight.sum(axis=1)
+    return jnp.where(jnp.isfinite(c).all(axis=1, keepdims=True), c, jnp.nan)
+
+
+def _rms_norm(c, norm_weight, eps):
+    return c * jax.lax.rsqrt((c * c).mean(axis=1, keepdims=True) + eps) * norm_weight.astype(jnp.float32)
+
+
+def _rope(x, cos_sin, position, config):
+    """Rotates the last channels, interleaved pairs, at the position of the window's first own token."""
+    m, half = config.compress_ratio, config.rope_head_dim // 2
+    angles = jnp.take(cos_sin, position // m * m, axis=0, mode="clip")
+    cos, sin = angles[:, :half], angles[:, half:]
+    even, odd = x[:, -2 * half :: 2], x[:, -2 * half + 1 :: 2]
+    rotated = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
+    return jnp.concatenate([x[:, : -2 * half], rotated.reshape(x.shape[0], -1)], axis=1)

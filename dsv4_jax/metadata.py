@@ -1,0 +1,157 @@
+"""Which token goes where: one pytree for one compressor and one step, shared by all layers that use it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax import checks
+from dsv4_jax.config import CompressorConfig
+
+INT32_MAX = 2**31 - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CompressorMetadata:
+    """The slots of one step's tokens, and the plan: which batch rows close windows, compact.
+
+    T tokens of R requests lie one request after another, each request's tokens in position order. Everything is int32,
+    and everything is data: new values need no new compilation. -1 is the usual padding; a slot, row or request outside
+    its array writes nothing and reads nothing.
+
+    Attributes:
+      positions: `[T]`, position of each token in its request.
+      token_to_req: `[T]`, request of each token.
+      query_start_loc: `[R + 1]`, first batch row of each request.
+      slot_mapping: `[T]`, state slot of each token: `page * page_rows + row`.
+      block_table: `[R, B]`, state page that holds positions `[b * page_rows, (b + 1) * page_rows)`.
+      kv_slot_mapping: `[T]`, cache slot of the key that a token closes.
+      closing: `[N]`, batch rows that close windows, padded with -1.
+      saving: `[S]`, batch rows whose state a later step can need (`save="tail"`), padded with -1.
+    """
+
+    positions: jax.Array
+    token_to_req: jax.Array
+    query_start_loc: jax.Array
+    slot_mapping: jax.Array
+    block_table: jax.Array
+    kv_slot_mapping: jax.Array
+    closing: jax.Array
+    saving: jax.Array
+
+    @classmethod
+    def build(
+        cls,
+        config: CompressorConfig,
+        query_start_loc: jax.Array,
+        seq_lens: jax.Array,
+        block_table: jax.Array,
+        kv_block_table: jax.Array,
+        *,
+        num_tokens: int,
+        rollback: int = 0,
+    ) -> "CompressorMetadata":
+        """Builds one step's metadata from what a scheduler has. Works under `jax.jit`.
+
+        Args:
+          config: the compressor.
+          query_start_loc: `[R + 1]` int32, first batch row of each request; rows past the last entry are padding.
+          seq_lens: `[R]` int32, tokens of each request so far, this step's included.
+          block_table: `[R, B]` int32, state pages of each request, by `position // page_rows`; negative where there is
+            none (never allocated, or given back once the window had passed).
+          kv_block_table: `[R, K]` int32, cache pages of each request, by `position // compress_ratio // kv_page_rows`.
+          num_tokens: T, the batch's length, padding included.
+          rollback: with `save="tail"`, also keep what is needed when up to this many last tokens are taken back
+            (speculative decoding).
+        """
+        requests = checks.integers("seq_lens", seq_lens, ("R",)).shape[0]
+        query_start_loc = checks.integers("query_start_loc", query_start_loc, (requests + 1,))
+        seq_lens = checks.integers("seq_lens", seq_lens, (requests,))
+        block_table = checks.integers("block_table", block_table, (requests, "B"))
+        kv_block_table = checks.integers("kv_block_table", kv_block_table, (requests, "K"))
+        checks.at_least("num_tokens", num_tokens, 0)
+
+        token = jnp.arange(num_tokens, dtype=jnp.int32)
+        request = jnp.searchsorted(query_start_loc, token, side="right").astype(jnp.int32) - 1
+        real = (request >= 0) & (request < requests)
+        request = jnp.where(real, request, -1)
+        end = jnp.take(query_start_loc[1:], request, mode="fill", fill_value=0)
+        position = jnp.take(seq_lens, request, mode="fill", fill_value=0) - (end - token)
+        position = jnp.where(real, position, -1)
+        m = config.compress_ratio
+        closes = (position >= 0) & ((position + 1) % m == 0)
+        slots = _slots(block_table, request, position, config.page_rows)
+        kv_slots = _slots(kv_block_table, request, position // m, config.kv_page_rows)
+        return cls.from_slots(
+            config,
+            position,
+            request,
+            slots,
+            jnp.where(closes, kv_slots, -1),
+            block_table,
+            query_start_loc,
+            rollback=rollback,
+        )
+
+    @classmethod
+    def from_slots(
+        cls,
+        config: CompressorConfig,
+        positions: jax.Array,
+        token_to_req: jax.Array,
+        slot_mapping: jax.Array,
+        kv_slot_mapping: jax.Array,
+        block_table: jax.Array,
+        query_start_loc: jax.Array,
+        *,
+        rollback: int = 0,
+    ) -> "CompressorMetadata":
+        """Builds metadata from slots that a scheduler already has, as vLLM's does. Works under `jax.jit`.
+
+        Args: the attributes of the same names, int32 (int64 where JAX has x64 on); `config` and `rollback` as `build`.
+        """
+        (tokens,) = checks.integers("positions", positions, ("T",)).shape
+        positions = checks.integers("positions", positions, (tokens,))
+        token_to_req = checks.integers("token_to_req", token_to_req, (tokens,))
+        slot_mapping = checks.integers("slot_mapping", slot_mapping, (tokens,))
+        kv_slot_mapping = checks.integers("kv_slot_mapping", kv_slot_mapping, (tokens,))
+        block_table = checks.integers("block_table", block_table, ("R", "B"))
+        requests = block_table.shape[0]
+        query_start_loc = checks.integers("query_start_loc", query_start_loc, (requests + 1,))
+        checks.at_least("rollback", rollback, 0)
+
+        m = config.compress_ratio
+        real = (positions >= 0) & (token_to_req >= 0) & (token_to_req < requests)
+        closes = real & ((positions + 1) % m == 0) & (kv_slot_mapping >= 0)
+        # Every request closes at most one window more than its tokens fill.
+        (closing,) = jnp.nonzero(closes, size=min(tokens, tokens // m + requests), fill_value=-1)
+
+        last = query_start_loc[1:] - 1
+        seq_lens = jnp.take(positions, jnp.where(last >= 0, last, tokens), mode="fill", fill_value=-1) + 1
+        needed = jnp.maximum(seq_lens - rollback, 0) // m * m - (m if config.overlap else 0)
+        needed = jnp.take(needed, jnp.where(real, token_to_req, requests), mode="fill", fill_value=INT32_MAX)
+        saves = real & (positions >= needed) & (slot_mapping >= 0)
+        most = requests * (m - 1 + (m if config.overlap else 0) + rollback)
+        (saving,) = jnp.nonzero(saves, size=min(tokens, most), fill_value=-1)
+        return cls(
+            positions,
+            token_to_req,
+            query_start_loc,
+            slot_mapping,
+            block_table,
+            kv_slot_mapping,
+            closing.astype(jnp.int32),
+            saving.astype(jnp.int32),
+        )
+
+
+def _slots(block_table, request, index, page_rows):
+    """`page * page_rows + row` of each index in its request, -1 where there is no such page."""
+    page = block_table.at[
+        jnp.where(request >= 0, request, block_table.shape[0]),
+        jnp.where(index >= 0, index // page_rows, block_table.shape[1]),
+    ].get(mode="fill", fill_value=-1)
+    # A page so far out that its slots overflow int32 must not wrap round into the cache.
+    page = jnp.where(page <= INT32_MAX // page_rows - 1, page, -1)
+    return jnp.where(page >= 0, page * page_rows + index % page_rows, -1)

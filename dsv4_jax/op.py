@@ -1,0 +1,80 @@
+"""An op as a JAX primitive whose implementation is chosen when it is lowered."""
+
+import functools
+import importlib
+from collections.abc import Callable
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from dsv4_jax import checks, platforms
+
+
+class Op:
+    """A primitive over pytrees of arrays, in place on some of them.
+
+    Each implementation is a function `implement(*args, platform=..., **params)` in the module that
+    `platforms.MODULES` names for it; all take the same arguments and return the updated arrays as a tuple.
+    """
+
+    def __init__(self, name: str, updates: tuple[int, ...]):
+        """Makes the primitive.
+
+        Args:
+          name: of the op; it stands in the jaxpr and names the implementations' modules.
+          updates: which positional arguments are returned updated, in this order.
+        """
+        self.name = name
+        self.updates = updates
+        self.primitive = Primitive(name)
+        self.primitive.multiple_results = True
+        self.primitive.def_abstract_eval(self._abstract_eval)
+        self.primitive.def_impl(lambda *flat, **params: _jitted(self.primitive, **params)(*flat))
+        for platform in ("cpu", "cuda", "rocm", "tpu"):
+            mlir.register_lowering(self.primitive, functools.partial(self._lower, platform), platform=platform)
+        ad.primitive_jvps[self.primitive] = self._no_grad
+        batching.primitive_batchers[self.primitive] = self._no_vmap
+
+    def __call__(self, *args, implementation: str | None, **params) -> tuple[jax.Array, ...]:
+        """Binds the primitive; `params` are static and hashable."""
+        if implementation is None:
+            implementation = platforms.default_implementation()
+        else:
+            checks.one_of("implementation", implementation, platforms.IMPLEMENTATIONS)
+        flat, tree = jax.tree.flatten(args)
+        return tuple(
+            self.primitive.bind(*flat, tree=tree, implementation=implementation, params=tuple(sorted(params.items())))
+        )
+
+    def _abstract_eval(self, *flat, tree, **_):
+        args = jax.tree.unflatten(tree, flat)
+        return [args[i] for i in self.updates]
+
+    def _lower(self, platform, ctx, *flat, tree, implementation, params):
+        name = implementation or platforms.choose(self.name, platform)
+        if why := platforms.why_not(name, self.name, platform):
+            raise NotImplementedError(f"{self.name}(implementation={name!r}) cannot run on {platform}: {why}")
+        implement: Callable = importlib.import_module(platforms.MODULES[name].format(op=self.name)).implement
+
+        def flat_implement(*flat):
+            return implement(*jax.tree.unflatten(tree, flat), platform=platform, **dict(params))
+
+        return mlir.lower_fun(flat_implement, multiple_results=True)(ctx, *flat)
+
+    def _no_grad(self, *_, **__):
+        raise NotImplementedError(
+            f"{self.name} writes quantised bytes in place and has no derivative; put it outside the function that is "
+            "differentiated, or wrap it in jax.lax.stop_gradient / jax.custom_vjp"
+        )
+
+    def _no_vmap(self, *_, **__):
+        raise NotImplementedError(
+            f"{self.name} cannot be batched by jax.vmap; put the batch's sequences one after another as requests of "
+            "one CompressorMetadata, or use jax.lax.map"
+        )
+
+
+@functools.cache
+def _jitted(primitive, **params):
+    return jax.jit(functools.partial(primitive.bind, **params))

@@ -1,0 +1,113 @@
+"""The platform switch: which implementation runs where, and why another cannot."""
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+
+IMPLEMENTATIONS = ("xla", "triton", "cutedsl")
+
+# Where each implementation of an op lives; `{op}` is the op's name. A module is imported only where it is used.
+MODULES = {
+    "xla": "dsv4_jax.common.reference.{op}",
+    "triton": "dsv4_jax.common.ops.{op}",
+    "cutedsl": "dsv4_jax.nvidia.ops.{op}",
+}
+
+# Pairs of versions that are known not to work together: (package, condition, other package, condition, what happens).
+KNOWN_BAD = (
+    ("jax", (0, 12), None, "jax-triton", None, (0, 4, 1), "jax-triton up to 0.4.1 fails at the first lowering"),
+    ("triton", None, (3, 6), "jax-triton", (0, 4, 1), None, "jax-triton 0.4.1 needs a name that Triton got in 3.7"),
+)
+
+
+def default_implementation() -> str | None:
+    """The implementation that `DSV4_JAX_IMPLEMENTATION` names, or None: the switch chooses."""
+    name = os.environ.get("DSV4_JAX_IMPLEMENTATION") or None
+    if name is not None and name not in IMPLEMENTATIONS:
+        raise ValueError(f"DSV4_JAX_IMPLEMENTATION is {name!r}; it must be one of {', '.join(IMPLEMENTATIONS)}")
+    return name
+
+
+def choose(op: str, platform: str) -> str:
+    """The implementation that the switch takes for an op on a platform ("cpu", "cuda", "rocm", "tpu")."""
+    if platform in ("cuda", "rocm") and why_not("triton", op, platform) is None:
+        return "triton"
+    return "xla"
+
+
+def why_not(implementation: str, op: str, platform: str) -> str | None:
+    """None where the implementation of an op can run, else the reason why not and what would help."""
+    if implementation == "xla":
+        return None
+    if importlib.util.find_spec(MODULES[implementation].format(op=op)) is None:
+        return f"{op} has no {implementation} implementation; use one of {', '.join(implementations(op))}"
+    if implementation == "triton":
+        return _why_no_triton(platform)
+    return _why_no_cutedsl(platform)
+
+
+def implementations(op: str) -> tuple[str, ...]:
+    """The implementations that an op has, on whatever platform."""
+    return tuple(i for i in IMPLEMENTATIONS if importlib.util.find_spec(MODULES[i].format(op=op)) is not None)
+
+
+def _why_no_triton(platform):
+    if not installed("triton"):
+        return "triton is not installed; install dsv4-jax[cuda13] or dsv4-jax[rocm]"
+    if platform in ("cuda", "rocm"):
+        if not installed("jax-triton"):
+            return "jax-triton is not installed; install dsv4-jax[cuda13] or dsv4-jax[rocm]"
+        return next((f"{pair}: {what}" for pair, what in known_bad_pairs()), None)
+    if platform != "cpu":
+        return f"Triton has no backend for {platform}; use implementation='xla'"
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return (
+            "on the CPU Triton kernels run only in Triton's interpreter; set TRITON_INTERPRET=1 before the first use "
+            "of a kernel, or use implementation='xla'"
+        )
+    if not installed("torch"):
+        return "Triton's interpreter needs torch, which is not installed"
+    return None
+
+
+def _why_no_cutedsl(platform):
+    if platform != "cuda":
+        return f"CuTeDSL kernels run on NVIDIA GPUs only, not on {platform}; use implementation=None"
+    if not installed("nvidia-cutlass-dsl"):
+        return "nvidia-cutlass-dsl is not installed; install dsv4-jax[cuda13]"
+    return None
+
+
+def known_bad_pairs() -> list[tuple[str, str]]:
+    """The installed pairs of packages that are known not to work together, each with what happens."""
+    found = []
+    for package, least, below, other, other_least, other_most, what in KNOWN_BAD:
+        version, other_version = installed(package), installed(other)
+        if not version or not other_version:
+            continue
+        if least and numbers(version) < least or below and numbers(version)[:2] > below:
+            continue
+        if other_least and numbers(other_version) < other_least or other_most and numbers(other_version) > other_most:
+            continue
+        found.append((f"{package} {version} with {other} {other_version}", what))
+    return found
+
+
+@functools.cache
+def installed(package: str) -> str | None:
+    """The version of an installed package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: `"3.8.0+git1"` gives `(3, 8, 0)`."""
+    parts = []
+    for part in version.split("+")[0].split("."):
+        if not part.isdigit():
+            break
+        parts.append(int(part))
+    return tuple(parts)
