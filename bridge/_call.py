@@ -1,0 +1,332 @@
+"""torch_call: a PyTorch function as an operation of a JAX program.
+
+`torch_call_p` is a JAX primitive whose lowering is `jax.experimental.buffer_callback`. Whatever can be decided before
+the program runs is decided while tracing or lowering; a run only makes the tensors and calls the function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+
+from bridge._dlpack import jax_dtype, load_torch, require_x64, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+
+def torch_call(
+    fn: Callable[..., Any],
+    *args: jax.Array | np.ndarray,
+    out_type: Any = None,
+    input_output_aliases: Mapping[int, int] | None = None,
+    scratch_type: Any = (),
+    command_buffer_compatible: bool | None = None,
+    name: str | None = None,
+) -> Any:
+    """Calls `fn` on torch tensors that are views of XLA's buffers, on XLA's stream, in or out of `jax.jit`.
+
+    With `out_type`, `fn(*inputs, *outputs, *scratch)` writes its outputs in place. It returns nothing, or the very
+    tensors it wrote. Outputs and scratch arrive uninitialised. An output aliased to an input is that input, updated
+    in place, and is not passed a second time.
+
+    Without `out_type`, `fn(*inputs, *scratch)` returns its results, a tensor or a pytree of them, which are copied
+    into XLA's buffers. Their shapes and dtypes are found by running `fn` on fake tensors while tracing.
+
+    `fn` runs under `torch.no_grad()`, with all tensors contiguous and on one device, that device and XLA's stream being
+    torch's current ones. It must not write to an input that has no alias. Captured in a command buffer (a CUDA graph)
+    its Python runs when the graph is recorded and not when it is replayed: it must launch the same work each time, and
+    must not synchronise, read tensor values on the host, compile or allocate memory. Keep `fn` one object over calls:
+    a new lambda or partial is a new program to compile.
+
+    Args:
+      fn: a hashable callable. Bind static arguments with `functools.partial`.
+      *args: arrays, of any shape and any dtype both sides have; not pytrees, not Python scalars.
+      out_type: a `jax.ShapeDtypeStruct` or a pytree of them: what is returned.
+      input_output_aliases: `{index in args: index among the leaves of out_type}`, of one shape and dtype. XLA updates
+        the input's own buffer if it is dead afterwards (donated to `jit`, or a loop's carry), and a copy if not.
+      scratch_type: a `jax.ShapeDtypeStruct` or a pytree of them: buffers for `fn` to work in, dropped after the call.
+      command_buffer_compatible: whether XLA may capture the call. By default it may where `out_type` is given: without,
+        `fn` allocates its results, and torch would hand memory recorded in the graph to others.
+      name: what errors and jaxprs call `fn`; its `__name__` by default.
+
+    Returns:
+      Arrays in the structure of `out_type`, or of what `fn` returned.
+
+    Raises:
+      TypeError, ValueError: while tracing, for an argument that can't be used, and says which and why.
+      NotImplementedError: for `jax.grad`, `jax.vmap` and `jax.export`, and on platforms that are not CPU, CUDA or ROCm.
+      jax.errors.JaxRuntimeError: when it runs, with the traceback of what `fn` raised in its text.
+    """
+    load_torch()
+    if not callable(fn):
+        raise TypeError(f"torch_call: fn is a {type(fn).__name__}; it must be callable")
+    if not isinstance(fn, Hashable):
+        raise TypeError(f"torch_call: fn, a {type(fn).__name__}, is not hashable; it must be, to key compiled programs")
+    if name is None:
+        inner = fn.func if isinstance(fn, functools.partial) else fn
+        name = getattr(inner, "__name__", type(inner).__name__)
+    elif not isinstance(name, str):
+        raise TypeError(f"torch_call: name is a {type(name).__name__}; it must be a str")
+    if not isinstance(command_buffer_compatible, bool | None):
+        raise TypeError(f"torch_call: command_buffer_compatible is {command_buffer_compatible!r}; it must be a bool")
+
+    in_avals = tuple(_input_aval(arg, f"torch_call: argument {i} of {name}") for i, arg in enumerate(args))
+    scratch_avals = _declared_avals(scratch_type, "torch_call: scratch_type")[0]
+    aliases = input_output_aliases or {}
+    if out_type is None:
+        if aliases:
+            raise ValueError("torch_call: input_output_aliases needs out_type, to say what the outputs are")
+        out_avals, out_tree = _infer(fn, name, in_avals, scratch_avals, _fake_device(), jax.config.jax_enable_x64)
+    else:
+        out_avals, out_tree = _declared_avals(out_type, "torch_call: out_type")
+    if not out_avals:
+        raise ValueError(f"torch_call: {name} has no outputs; XLA drops a call that has none, so give it at least one")
+
+    results = torch_call_p.bind(
+        *args,
+        fn=fn,
+        name=name,
+        result_avals=out_avals + scratch_avals,
+        returned_tree=out_tree if out_type is None else None,
+        aliases=_checked_aliases(aliases, in_avals, out_avals),
+        capture=out_type is not None if command_buffer_compatible is None else command_buffer_compatible,
+    )
+    return jax.tree.unflatten(out_tree, results[: len(out_avals)])
+
+
+# Tracing: every shape and dtype is known and checked before anything runs.
+
+
+def _input_aval(arg: Any, what: str) -> jax.core.ShapedArray:
+    if not isinstance(arg, jax.Array | np.ndarray | np.generic):
+        hint = "bind static values with functools.partial, or make it an array with jnp.asarray"
+        if isinstance(arg, tuple | list | dict):
+            hint = "pytrees are not taken: pass their leaves one by one"
+        elif type(arg).__module__.partition(".")[0] == "torch":
+            hint = "use bridge.to_jax, or let the function close over it"
+        raise TypeError(f"{what} is a {type(arg).__name__}; it must be an array ({hint})")
+    return _aval(jax.typeof(arg), what)
+
+
+def _declared_avals(declared: Any, what: str) -> tuple[tuple[jax.core.ShapedArray, ...], Any]:
+    leaves, tree = jax.tree_util.tree_flatten_with_path(declared)
+    for path, leaf in leaves:
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            where = what + jax.tree_util.keystr(path)
+            raise TypeError(f"{where} is {leaf!r}; it must be a jax.ShapeDtypeStruct or a pytree of them")
+    return tuple(_aval(leaf, what + jax.tree_util.keystr(path)) for path, leaf in leaves), tree
+
+
+def _aval(x: Any, what: str) -> jax.core.ShapedArray:
+    if not all(isinstance(size, int | np.integer) for size in x.shape):
+        raise TypeError(f"{what} has shape {x.shape}; every size must be a known integer")
+    torch_dtype(x.dtype, what)
+    require_x64(x.dtype, what)
+    return jax.core.ShapedArray(x.shape, x.dtype)
+
+
+def _checked_aliases(aliases: Any, in_avals: tuple, out_avals: tuple) -> tuple[tuple[int, int], ...]:
+    what = "torch_call: input_output_aliases"
+    if not isinstance(aliases, Mapping) or not all(type(i) is int for pair in aliases.items() for i in pair):
+        raise TypeError(f"{what} is {aliases!r}; it must be a dict of int to int, input index to output index")
+    pairs = tuple(sorted(aliases.items()))
+    for i, o in pairs:
+        if not 0 <= i < len(in_avals):
+            raise ValueError(f"{what} names input {i}; there are {len(in_avals)} inputs, counted from 0")
+        if not 0 <= o < len(out_avals):
+            raise ValueError(f"{what} names output {o}; there are {len(out_avals)} outputs, counted from 0")
+        if in_avals[i] != out_avals[o]:
+            raise ValueError(
+                f"{what} joins input {i}, {in_avals[i]}, and output {o}, {out_avals[o]}; they must be alike"
+            )
+    if len({o for _, o in pairs}) != len(pairs):
+        raise ValueError(f"{what} is {dict(pairs)}; an output can be only one input's")
+    return pairs
+
+
+def _fake_device() -> str:
+    # Code for GPUs often asserts that its tensors are there. Fake ones can be only if torch can make real ones too.
+    return "cuda" if jax.default_backend() == "gpu" and load_torch().cuda.is_available() else "cpu"
+
+
+@functools.lru_cache(maxsize=256)
+def _infer(fn: Callable, name: str, in_avals: tuple, scratch_avals: tuple, device: str, x64: bool) -> tuple[tuple, Any]:
+    """The avals and the structure of what `fn` returns, from a run on fake tensors. `x64` only tells cases apart."""
+    del x64
+    torch = load_torch()
+    from torch._subclasses import FakeTensorMode
+
+    # Real tensors may appear: those that fn closes over, such as weights.
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        fakes = [
+            torch.empty(aval.shape, dtype=torch_dtype(aval.dtype, name), device=device)
+            for aval in in_avals + scratch_avals
+        ]
+        try:
+            returned = fn(*fakes)
+        except Exception as error:
+            raise TypeError(
+                f"torch_call: out_type of {name} could not be inferred, as running it on fake tensors raised "
+                f"{type(error).__name__}: {error}. Pass out_type, and let it write its outputs"
+            ) from error
+    leaves, tree = jax.tree_util.tree_flatten_with_path(returned)
+    if returned is None:
+        raise TypeError(
+            f"torch_call: {name} returned None; it must return tensors, or out_type be given for it to write"
+        )
+    avals = []
+    for path, leaf in leaves:
+        what = f"torch_call: what {name} returned{jax.tree_util.keystr(path)}"
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(f"{what} is a {type(leaf).__name__}; it must be a torch.Tensor")
+        if leaf.layout != torch.strided:
+            raise TypeError(f"{what} has layout {leaf.layout}; it must be strided: return tensor.to_dense()")
+        avals.append(jax.core.ShapedArray(tuple(leaf.shape), jax_dtype(leaf.dtype, what)))
+    return tuple(avals), tree
+
+
+# Running: what happens at each call, and so what must be lean.
+
+
+def _writer(fn: Callable, name: str, num_in: int, num_results: int, aliases: tuple) -> Callable:
+    """A function of XLA's buffers, all inputs and then all results, that has `fn` write its outputs."""
+    torch = load_torch()
+    result_of = {i: num_in + o for i, o in aliases}
+    aliased = set(result_of.values())
+    # An aliased input and output are one buffer: it is taken from the results, which are the ones that may be written.
+    order = [result_of.get(i, i) for i in range(num_in)]
+    order += [r for r in range(num_in, num_in + num_results) if r not in aliased]
+    written = [position for position, index in enumerate(order) if index >= num_in]
+
+    def run(buffers: tuple) -> None:
+        tensors = [torch.from_dlpack(buffers[index].__dlpack__()) for index in order]
+        returned = fn(*tensors)
+        if returned is not None and not any(returned is tensors[position] for position in written):
+            raise TypeError(
+                f"torch_call: {name} returned {_described(returned)}, which would be lost: out_type was given, so it "
+                "must write to the output tensors it is passed last, and return None"
+            )
+
+    return run
+
+
+def _returner(fn: Callable, name: str, num_in: int, out_avals: tuple, out_tree: Any) -> Callable:
+    """A function of XLA's buffers, all inputs and then all results, that copies out what `fn` returns."""
+    torch = load_torch()
+    end = num_in + len(out_avals)
+    expected = [(aval.shape, torch_dtype(aval.dtype, name)) for aval in out_avals]
+
+    def run(buffers: tuple) -> None:
+        tensors = [torch.from_dlpack(buffer.__dlpack__()) for buffer in buffers]
+        returned = fn(*tensors[:num_in], *tensors[end:])
+        leaves, tree = jax.tree.flatten(returned)
+        if tree != out_tree or expected != [
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else None for leaf in leaves
+        ]:
+            declared = _described(jax.tree.unflatten(out_tree, out_avals))
+            raise TypeError(
+                f"torch_call: {name} returned {_described(returned)}, but returned {declared} when it was traced; "
+                "shapes and dtypes must not depend on values"
+            )
+        for output, leaf in zip(tensors[num_in:end], leaves, strict=True):
+            output.copy_(leaf)
+
+    return run
+
+
+def _described(tree: Any) -> str:
+    """The tree with each tensor or aval given as dtype[sizes], other leaves by their types."""
+
+    def describe(leaf: Any) -> _Bare:
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            return _Bare(f"{str(leaf.dtype).removeprefix('torch.')}[{','.join(map(str, leaf.shape))}]")
+        return _Bare(type(leaf).__name__)
+
+    return repr(jax.tree.map(describe, tree))
+
+
+class _Bare(str):
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+@functools.lru_cache(maxsize=64)
+def _stream(pointer: int, device: int) -> torch.cuda.Stream:
+    return load_torch().cuda.ExternalStream(pointer, device=device)
+
+
+# The primitive.
+
+torch_call_p = Primitive("torch_call")
+torch_call_p.multiple_results = True
+torch_call_p.def_impl(functools.partial(xla.apply_primitive, torch_call_p))
+torch_call_p.def_abstract_eval(lambda *in_avals, result_avals, **_: result_avals)
+
+
+def _lower(ctx: Any, *operands: Any, fn, name, result_avals, returned_tree, aliases, capture, gpu: bool) -> Any:
+    if ctx.module_context.lowering_parameters.for_export or len(ctx.module_context.platforms) > 1:
+        raise NotImplementedError(
+            f"torch_call of {name} cannot be exported (jax.export) or lowered for several platforms at once: "
+            "it calls Python in this process. Export the parts around it"
+        )
+    torch = load_torch()
+    num_in = len(operands)
+    if returned_tree is None:
+        run = _writer(fn, name, num_in, len(result_avals), aliases)
+    else:
+        run = _returner(fn, name, num_in, result_avals[: returned_tree.num_leaves], returned_tree)
+
+    def on_cpu(_: Any, results: list, *inputs: Any) -> None:
+        with torch.no_grad():
+            run((*inputs, *results))
+
+    def on_gpu(ctx: Any, results: list, *inputs: Any) -> None:
+        _, device = results[0].__dlpack_device__()
+        with torch.cuda.stream(_stream(ctx.stream, device)), torch.no_grad():  # makes the device current, too
+            run((*inputs, *results))
+
+    if gpu and torch.cuda.is_available():
+        torch.cuda.init()  # not later, when a graph may be recording
+    call = buffer_callback(
+        on_gpu if gpu else on_cpu,
+        list(result_avals),
+        input_output_aliases=dict(aliases),
+        command_buffer_compatible=capture,
+    )
+    return mlir.lower_fun(jax.named_scope(name)(call), multiple_results=True)(ctx, *operands)
+
+
+def _refuse_platform(ctx: Any, *_: Any, name: str, **__: Any) -> Any:
+    platforms = ", ".join(ctx.module_context.platforms)
+    raise NotImplementedError(f"torch_call of {name} cannot run on {platforms}; it can on cpu, cuda and rocm")
+
+
+def _refuse_grad(*_: Any, name: str, **__: Any) -> Any:
+    raise NotImplementedError(
+        f"torch_call of {name} cannot be differentiated: JAX does not see into it. "
+        "Wrap it in jax.custom_vjp, with a backward pass of its own (another torch_call, perhaps)"
+    )
+
+
+def _refuse_vmap(*_: Any, name: str, **__: Any) -> Any:
+    raise NotImplementedError(
+        f"torch_call of {name} cannot be batched by jax.vmap: give the function the batch axis and let it work on "
+        "that, or call it for one element after the other with jax.lax.map"
+    )
+
+
+mlir.register_lowering(torch_call_p, _refuse_platform)
+mlir.register_lowering(torch_call_p, functools.partial(_lower, gpu=False), platform="cpu")
+mlir.register_lowering(torch_call_p, functools.partial(_lower, gpu=True), platform="cuda")
+mlir.register_lowering(torch_call_p, functools.partial(_lower, gpu=True), platform="rocm")
+ad.primitive_jvps[torch_call_p] = _refuse_grad
+ad.primitive_transposes[torch_call_p] = _refuse_grad
+batching.primitive_batchers[torch_call_p] = _refuse_vmap
