@@ -1,0 +1,36 @@
+"""Without a GPU Triton's kernels run in its interpreter, and tests marked `gpu` are skipped."""
+
+import os
+import sys
+
+import jax
+import pytest
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+HAS_GPU = jax.default_backend() in ("gpu", "cuda", "rocm")
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before anything imports triton
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a GPU that JAX can use")
+
+
+def pytest_collection_modifyitems(items):
+    if HAS_GPU:
+        return
+    skip = pytest.mark.skip(reason=f"needs a GPU; JAX's default backend is {jax.default_backend()!r}")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(params=["xla", "triton"])
+def implementation(request):
+    """Each implementation that runs on every platform; Triton's on the CPU through its interpreter."""
+    if request.param == "triton":
+        pytest.importorskip("triton", reason="triton is not installed")
+        if not HAS_GPU:
+            pytest.importorskip("torch", reason="Triton's interpreter needs torch, which is not installed")
+    return request.param
