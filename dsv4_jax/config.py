@@ -252,10 +252,10 @@ class _Fields:
     def rope(self) -> Yarn:
         """The RoPE of compressed layers."""
         found = []
-        if "rope_scaling" in self.values:
-            theta = self.positive("compress_rope_theta")
-            plain = self.values["rope_scaling"] is None
-            found.append(Yarn(theta, factor=1.0) if plain else self.inner("rope_scaling").yarn(theta))
+        if self.values.get("rope_scaling") is not None:
+            found.append(self.inner("rope_scaling").yarn(self.positive("compress_rope_theta")))
+        elif "rope_scaling" in self.values and "rope_parameters" not in self.values:
+            found.append(self.plain_rope(self.positive("compress_rope_theta")))
         if "rope_parameters" in self.values:
             # Hugging Face computes with the theta in here; compress_rope_theta is then only what it was made from.
             fields = self.inner("rope_parameters").inner("compress")
@@ -270,17 +270,23 @@ class _Fields:
         if len(set(kinds.values())) == 2:
             raise self.error("type", f"{kinds['rope_type']!r}, as rope_type is")
         if "default" in kinds.values():
-            return Yarn(theta, factor=1.0)
+            return self.plain_rope(theta)
         if self.values.get("attention_factor") is not None:
             self.must_be("attention_factor", 1)
         if self.values.get("truncate") is not None:
             self.must_be("truncate", True)
         rope = {key: self.positive(key) for key in ("factor", "beta_fast", "beta_slow")}
-        length = self.count("original_max_position_embeddings")
+        rope["original_max_position_embeddings"] = self.count("original_max_position_embeddings")
+        return self.checked_rope(theta=theta, **rope)
+
+    def plain_rope(self, theta: float) -> Yarn:
+        return self.checked_rope(theta=theta, factor=1.0)
+
+    def checked_rope(self, **rope) -> Yarn:
         try:
-            return Yarn(theta, original_max_position_embeddings=length, **rope)
+            return Yarn(**rope)
         except ValueError as error:
-            raise ValueError(f"{self.where}: {self.prefix[:-1]}: {error}") from error
+            raise ValueError(f"{self.where}: {self.prefix[:-1] or 'compressed layers'}: {error}") from error
 
 
 def _or(names) -> str:
