@@ -189,6 +189,6 @@ def _slots(table, requests, index, page_rows, wanted):
     for t in np.flatnonzero(wanted):
         page = int(table[requests[t], index[t] // page_rows])
         slot = page * page_rows + int(index[t]) % page_rows
-        if page >= 0 and slot < 2**31:
+        if 0 <= page < 2**30:  # what is further out must not wrap round
             slots[t] = slot
     return slots

@@ -72,7 +72,7 @@ def f32(x):
 def save_states(kv, score, ape, positions, state, slots, m, *, tokens=None):
     """Step 1: returns the state after the rows of `tokens` (default all) are written; -1 in `tokens` is padding."""
     state = np.array(state, np.float32, copy=True)
-    pages, page_rows, width = state.shape
+    pages, page_rows, _ = state.shape
     kv, score, ape = f32(kv), f32(score), f32(ape)
     for t in range(len(kv)) if tokens is None else tokens:
         if not 0 <= t < len(kv):
@@ -188,6 +188,11 @@ def _finish(kv, score, norm_weight, angles, config):
         sure = (rotated_error == 0) | ~np.isfinite(rotated_error) | ~np.isfinite(rotated)
         low = np.where(sure, rotated, rotated - rotated_error)
         high = np.where(sure, rotated, rotated + rotated_error)
+        if squares > F32_MAX:  # all zeros; only a sign that c does not settle is open
+            unsure = np.sign(c - error) * np.sign(c + error) <= 0
+            unsure[-64:] = np.repeat(unsure[-64::2] | unsure[-63::2], 2)
+            unsure &= rotated == 0
+            low, high = np.where(unsure, -0.0, rotated), np.where(unsure, 0.0, rotated)
         return rotated, low, high
 
 
@@ -349,7 +354,7 @@ def assert_same_rows(got, rows, config, *, scale=None):
     bounds = zip(
         codes(fmt, rows.low, e, scale), codes(fmt, rows.high, e, scale), codes(fmt, rows.exact, e, scale), strict=True
     )
-    offset = 0
+    offset, zeros = 0, []
     for (first, low, largest), (_, high, _), (_, exact, _) in bounds:
         if fmt.name == "indexer_mxfp4":
             code = np.stack([got_values & 0xF, got_values >> 4], axis=-1).reshape(count, -1)
@@ -365,12 +370,17 @@ def assert_same_rows(got, rows, config, *, scale=None):
         if largest == 0x7F:
             wrong |= np.abs(g - x) > 1
         _none("value", wrong, rows, code, exact)
+        zeros.append(np.repeat(((code | exact) & largest) == 0, exact.itemsize, axis=1))
+    both_zero = np.concatenate(zeros, axis=1)
+    if fmt.name == "indexer_mxfp4":
+        both_zero = both_zero[:, 0::2] & both_zero[:, 1::2]
     outside = np.ones(got_values.shape, bool)
     if fmt.block:
         per_block = fmt.block // (2 if fmt.name == "indexer_mxfp4" else 1)
         under = np.repeat(~moved, per_block, axis=1)
         outside[:, : under.shape[1]] = under
-    differing += int(((got_values != values) & outside).sum())
+    # A zero's sign is already held to its interval; where float32 may flush to zero it is no rounding difference.
+    differing += int(((got_values != values) & outside & ~both_zero).sum())
     allowed = max(1, count * fmt.row_bytes // 2000)
     assert differing <= allowed, f"{differing} of {count * fmt.row_bytes} bytes differ, {allowed} may"
 

@@ -1,0 +1,151 @@
+"""The plan: slots, closing tokens and the rows to save, against a plain loop over requests."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ops
+import oracle
+import pytest
+from batches import KINDS, random_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4_jax import CompressorMetadata
+
+
+def build(batch, **options):
+    return CompressorMetadata.build(
+        batch.config,
+        *(jnp.asarray(getattr(batch, k)) for k in ("query_start_loc", "seq_lens", "block_table", "kv_block_table")),
+        num_tokens=len(batch.positions),
+        **options,
+    )
+
+
+def entries(plan):
+    """A plan's entries, once it is seen that they are ascending, come first, and that the rest is -1."""
+    plan = np.asarray(plan)
+    found = plan[plan >= 0]
+    np.testing.assert_array_equal(plan, np.concatenate([found, np.full(len(plan) - len(found), -1)]))
+    assert (np.diff(found) > 0).all()
+    return found.tolist()
+
+
+def check(batch, meta, rollback=0):
+    real = batch.token_to_req >= 0
+    for name in ("positions", "token_to_req"):
+        np.testing.assert_array_equal(np.asarray(getattr(meta, name))[real], getattr(batch, name)[real])
+    np.testing.assert_array_equal(meta.slot_mapping, batch.slot_mapping)
+    np.testing.assert_array_equal(meta.kv_slot_mapping, batch.kv_slot_mapping)
+    np.testing.assert_array_equal(meta.block_table, batch.block_table)
+    np.testing.assert_array_equal(meta.query_start_loc, batch.query_start_loc)
+    for field in dataclasses.fields(meta):
+        assert getattr(meta, field.name).dtype == jnp.int32
+    tokens, requests = len(batch.positions), len(batch.block_table)
+    assert meta.closing.shape == (min(tokens, tokens // batch.config.compress_ratio + requests),)
+    assert entries(meta.closing) == [t for t in batch.closing if batch.kv_slot_mapping[t] >= 0]
+    keep = oracle.saving(batch.config, batch.query_start_loc, batch.seq_lens, rollback=rollback)
+    assert entries(meta.saving) == [t for t in keep if batch.slot_mapping[t] >= 0]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    kind=st.sampled_from(KINDS),
+    compressor=st.sampled_from([("csa", 4, 64), ("csa", 3, 1), ("hca", 8, 2), ("indexer", 1, 5)]),
+    rollback=st.sampled_from([0, 1, 5]),
+    holes=st.booleans(),
+)
+def test_build(seed, kind, compressor, rollback, holes):
+    name, *pages = compressor
+    config = ops.make_config(name, ops.FORMATS[name][0], *pages)
+    batch = random_batch(
+        np.random.default_rng(seed), config, kind, requests=3, tokens=36, padded_requests=2, holes=holes
+    )
+    check(batch, build(batch, rollback=rollback), rollback)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_slots(kind):
+    batch = random_batch(np.random.default_rng(4), ops.make_config("csa", "fp8_ds_mla", 3, 5), kind)
+    check(batch, ops.metadata(batch))
+
+
+def test_from_slots_agrees_with_build():
+    batch = random_batch(np.random.default_rng(4), ops.make_config("csa", "fp8_ds_mla", 3, 5), holes=True)
+    built, given_slots = build(batch, rollback=2), None
+    names = ("positions", "token_to_req", "slot_mapping", "kv_slot_mapping", "block_table", "query_start_loc")
+    given_slots = CompressorMetadata.from_slots(batch.config, *(getattr(built, name) for name in names), rollback=2)
+    jax.tree.map(np.testing.assert_array_equal, built, given_slots)
+
+
+def test_under_jit_new_values_do_not_compile_again():
+    config = ops.make_config("csa", "fp8_ds_mla")
+    traces = []
+
+    @jax.jit
+    def plan(starts, seq_lens, table, kv_table):
+        traces.append(1)
+        return CompressorMetadata.build(config, starts, seq_lens, table, kv_table, num_tokens=30)
+
+    for seed in range(4):
+        batch = random_batch(np.random.default_rng(seed), config, KINDS[seed], tokens=27)
+        assert len(batch.positions) == 30
+        check(batch, plan(batch.query_start_loc, batch.seq_lens, batch.block_table, batch.kv_block_table))
+    assert len(traces) == 1
+
+
+def test_what_is_saved_by_hand():
+    """CSA, m = 4, one request of 10 tokens: the open window is 8-9, before it 4-7."""
+    batch = random_batch(np.random.default_rng(0), ops.make_config("csa", "bf16"), sizes=[(0, 10)], padding=0)
+    assert entries(build(batch).saving) == [4, 5, 6, 7, 8, 9]
+    assert entries(build(batch, rollback=2).saving) == [4, 5, 6, 7, 8, 9]
+    assert entries(build(batch, rollback=3).saving) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    whole = random_batch(np.random.default_rng(0), ops.make_config("csa", "bf16"), sizes=[(4, 8)], padding=0)
+    assert entries(build(whole).saving) == [4, 5, 6, 7]  # positions 8-11
+    assert entries(build(whole, rollback=1).saving) == [0, 1, 2, 3, 4, 5, 6, 7]
+    long = random_batch(np.random.default_rng(0), ops.make_config("hca", "bf16"), sizes=[(0, 130), (0, 128)], padding=0)
+    assert entries(build(long).saving) == [128, 129]  # without overlap nothing before the open window is needed
+
+
+def test_empty():
+    config = ops.make_config("csa", "bf16")
+    none = np.zeros((0, 3), np.int32)
+    meta = CompressorMetadata.build(config, np.zeros(1, np.int32), np.zeros(0, np.int32), none, none, num_tokens=0)
+    assert all(getattr(meta, k).shape == (0,) for k in ("positions", "closing", "saving"))
+    meta = CompressorMetadata.build(config, np.zeros(1, np.int32), np.zeros(0, np.int32), none, none, num_tokens=5)
+    for name in ("slot_mapping", "kv_slot_mapping", "closing", "saving"):
+        assert (np.asarray(getattr(meta, name)) == -1).all(), name
+
+
+def test_int64_indices_beyond_int32_stay_outside():
+    batch = random_batch(np.random.default_rng(0), ops.make_config("csa", "bf16"), sizes=[(0, 12)], padding=0)
+    names = ("positions", "token_to_req", "slot_mapping", "kv_slot_mapping", "block_table", "query_start_loc")
+    with jax.enable_x64(True):
+        wide = {name: getattr(batch, name).astype(np.int64) for name in names}
+        wide["slot_mapping"][[8, 9]] = [2**32 + 1, -(2**33) + 2]  # wrapped they would be slots 1 and 2
+        wide["kv_slot_mapping"][3] = 2**32
+        wide["block_table"][0, 0] = 2**32
+        meta = CompressorMetadata.from_slots(batch.config, *(jnp.asarray(wide[name]) for name in names))
+        assert all(getattr(meta, f.name).dtype == jnp.int32 for f in dataclasses.fields(meta))
+        outside = len(batch.state) * batch.config.page_rows
+        slots = np.asarray(meta.slot_mapping)
+        assert all(s < 0 or s >= outside for s in slots[[8, 9]])
+        k = int(meta.kv_slot_mapping[3])
+        assert k < 0 or k >= len(batch.cache) * batch.config.kv_page_rows
+        page = int(meta.block_table[0, 0])
+        assert page < 0 or page >= len(batch.state)
+        _, cache = ops.compress(batch, meta, implementation="xla")
+        exact = ops.rows(batch, batch.state, from_batch=True, meta=meta)
+        assert exact.tokens.tolist() == [7, 11]
+        oracle.assert_same_cache(cache, batch.cache, exact, batch.config)
+
+
+def test_is_one_pytree():
+    batch = random_batch(np.random.default_rng(0), ops.make_config("csa", "bf16"))
+    meta = build(batch)
+    leaves, tree = jax.tree.flatten(meta)
+    assert len(leaves) == 8
+    assert isinstance(jax.tree.unflatten(tree, leaves), CompressorMetadata)

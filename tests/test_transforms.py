@@ -1,0 +1,240 @@
+"""The ops inside JAX: in place under jit, scan and fori_loop, their names, their limits, and which one runs."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ops
+import oracle
+import pytest
+from batches import random_batch
+
+import dsv4_jax
+
+ON_GPU = jax.default_backend() != "cpu"
+
+
+def arguments(fmt="fp8_ds_mla", pages=None, kind="csa", seed=7):
+    """A batch, its metadata, and every op as a function of the caches it updates."""
+    config = ops.make_config(kind, fmt, 4, 2)
+    batch = random_batch(np.random.default_rng(seed), config, "chunked", tokens=27, spare_pages=pages or 2)
+    return batch, ops.metadata(batch)
+
+
+def calls(batch, meta, implementation):
+    """name -> (function of its caches, the caches)."""
+    config, w = batch.config, batch.width
+    kv_score, ape, norm_weight, cos_sin, positions, slots = (
+        jnp.asarray(a)
+        for a in (batch.kv_score, batch.ape, batch.norm_weight, batch.cos_sin, batch.positions, batch.slot_mapping)
+    )
+
+    def save(state):
+        return (
+            dsv4_jax.save_partial_states(
+                kv_score[:, :w], kv_score[:, w:], ape, positions, state, slots,
+                compress_ratio=config.compress_ratio, implementation=implementation,
+            ),
+        )  # fmt: skip
+
+    def store(state, cache):
+        return (
+            state,
+            dsv4_jax.compress_norm_rope_store(
+                state, cache, meta, norm_weight, cos_sin, config=config, kv_scale=batch.kv_scale,
+                implementation=implementation,
+            ),
+        )  # fmt: skip
+
+    def compress(state, cache):
+        return dsv4_jax.compress(
+            kv_score, ape, state, cache, meta, norm_weight, cos_sin, config=config, kv_scale=batch.kv_scale,
+            implementation=implementation,
+        )  # fmt: skip
+
+    state, cache = batch.state, batch.cache
+    return {
+        "save_partial_states": (save, (state,)),
+        "compress_norm_rope_store": (store, (ops.saved(batch), cache)),
+        "compress": (compress, (state, cache)),
+    }
+
+
+def looped(function, loop):
+    """`function` three times over: it writes the same rows each time."""
+    if loop == "jit":
+        return function
+    if loop == "scan":
+        return lambda *caches: jax.lax.scan(lambda carry, _: (tuple(function(*carry)), None), caches, None, length=3)[0]
+    return lambda *caches: jax.lax.fori_loop(0, 3, lambda _, carry: tuple(function(*carry)), caches)
+
+
+@pytest.mark.parametrize("loop", ["jit", "scan", "fori_loop"])
+@pytest.mark.parametrize("name", ["save_partial_states", "compress_norm_rope_store", "compress"])
+@pytest.mark.parametrize("fmt", ["fp8_ds_mla", "bf16", "fp8"])
+def test_in_place(name, loop, fmt, implementation):
+    """Donated caches are updated where they are, and no instruction copies one.
+
+    On the CPU the Triton interpreter is a callback, whose results are new buffers; there only the bytes are held.
+    """
+    batch, meta = arguments(fmt)
+    function, caches = calls(batch, meta, implementation)[name]
+    compiled = (
+        jax.jit(looped(function, loop), donate_argnums=tuple(range(len(caches))))
+        .lower(*(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in caches))
+        .compile()
+    )
+    on_device = [jnp.array(c, copy=True) for c in caches]
+    addresses = [c.unsafe_buffer_pointer() for c in on_device]
+    results = compiled(*on_device)
+    if ON_GPU or implementation == "xla":
+        assert not ops.copies(compiled, *on_device)
+        assert [r.unsafe_buffer_pointer() for r in results] == addresses
+        assert all(c.is_deleted() for c in on_device)
+    if name == "save_partial_states":
+        ops.same_bytes(results[0], ops.saved(batch))
+    else:
+        ops.same_bytes(results[0], ops.tail(batch) if name == "compress" else ops.saved(batch))
+        exact = ops.rows(batch, caches[0], from_batch=name == "compress")
+        oracle.assert_same_cache(results[1], batch.cache, exact, batch.config, scale=batch.kv_scale)
+
+
+def test_a_copy_is_found():
+    """The check of the HLO can fail: a cache that is also returned as it was must be copied."""
+    batch, meta = arguments()
+    function, caches = calls(batch, meta, "xla")["compress"]
+    compiled = jax.jit(lambda state, cache: (*function(state, cache), cache), donate_argnums=(0, 1))
+    compiled = compiled.lower(*(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in caches)).compile()
+    assert ops.copies(compiled, caches[1])
+
+
+def test_without_donation_the_arguments_stay(implementation):
+    batch, meta = arguments()
+    for function, caches in calls(batch, meta, implementation).values():
+        on_device = [jnp.array(c, copy=True) for c in caches]
+        jax.block_until_ready(function(*on_device))
+        for before, after in zip(caches, on_device, strict=True):
+            ops.same_bytes(after, before)
+
+
+def test_one_compilation_serves_new_values(implementation):
+    """Which tokens close windows is data."""
+    traces = []
+
+    @functools.partial(jax.jit, static_argnames="config")
+    def run(kv_score, ape, state, cache, meta, norm_weight, cos_sin, *, config):
+        traces.append(1)
+        return dsv4_jax.compress(
+            kv_score, ape, state, cache, meta, norm_weight, cos_sin, config=config, implementation=implementation
+        )
+
+    for seed in range(3):
+        batch, meta = arguments(seed=seed)
+        names = ("kv_score", "ape", "state", "cache")
+        _, cache = run(*(getattr(batch, n) for n in names), meta, batch.norm_weight, batch.cos_sin, config=batch.config)
+        exact = ops.rows(batch, batch.state, from_batch=True)
+        oracle.assert_same_cache(cache, batch.cache, exact, batch.config)
+    assert len(traces) == 1
+
+
+def test_names_stand_in_the_jaxpr():
+    batch, meta = arguments()
+    for name, (function, caches) in calls(batch, meta, None).items():
+        jaxpr = jax.make_jaxpr(function)(*caches)
+        assert name in {str(equation.primitive) for equation in jaxpr.eqns}
+        assert [a.shape for a in jaxpr.out_avals] == [c.shape for c in caches]
+
+
+def test_no_grad_and_no_vmap(implementation):
+    batch, meta = arguments()
+    for name, (function, caches) in calls(batch, meta, implementation).items():
+        caches = tuple(map(jnp.asarray, caches))
+        with pytest.raises(NotImplementedError, match=rf"{name}\b.*derivative.*(stop_gradient|custom_vjp)"):
+            jax.grad(lambda s, f=function, c=caches: f(s, *c[1:])[0].sum())(caches[0])
+        with pytest.raises(NotImplementedError, match=rf"{name}\b.*(vmap|batched).*(requests|lax\.map)"):
+            jax.vmap(function)(*(c[None] for c in caches))
+
+
+def test_implementation_is_checked():
+    batch, meta = arguments()
+    for name, (function, caches) in calls(batch, meta, "cuda").items():
+        with pytest.raises(ValueError, match=r"implementation is 'cuda'.*'xla'.*'triton'"):
+            function(*caches)
+        if not ON_GPU:
+            function = calls(batch, meta, "cutedsl")[name][0]
+            with pytest.raises(NotImplementedError, match=rf"{name}.*cutedsl.*use"):
+                function(*caches)
+
+
+def test_default_implementation_from_the_environment(monkeypatch):
+    batch, meta = arguments()
+    function, caches = calls(batch, meta, None)["compress"]
+    monkeypatch.setenv("DSV4_JAX_IMPLEMENTATION", "nonsense")
+    with pytest.raises(ValueError, match=r"DSV4_JAX_IMPLEMENTATION is 'nonsense'.*xla.*triton"):
+        function(*caches)
+    monkeypatch.setenv("DSV4_JAX_IMPLEMENTATION", "xla")
+    _, cache = function(*caches)
+    exact = ops.rows(batch, batch.state, from_batch=True)
+    oracle.assert_same_cache(cache, batch.cache, exact, batch.config)
+    if not ON_GPU:
+        monkeypatch.setenv("DSV4_JAX_IMPLEMENTATION", "cutedsl")
+        with pytest.raises(NotImplementedError, match="cutedsl"):
+            function(*caches)
+        # A name in the call goes before it.
+        calls(batch, meta, "xla")["compress"][0](*caches)
+
+
+def run_python(code, **environment):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"JAX_PLATFORMS": "cpu"} | environment
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+
+
+def test_import_is_light():
+    """The package alone imports neither torch nor triton, and starts no backend."""
+    code = (
+        "import sys, dsv4_jax\n"
+        "assert not {'torch', 'triton', 'jax_triton', 'cutlass', 'flax'} & set(sys.modules), sys.modules\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge._backends, xla_bridge._backends\n"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_triton_on_the_cpu_without_its_interpreter_says_what_to_do():
+    code = (
+        "import jax.numpy as jnp, numpy as np, dsv4_jax\n"
+        "f = lambda *s: jnp.zeros(s)\n"
+        "i = jnp.zeros(2, jnp.int32)\n"
+        "dsv4_jax.save_partial_states(f(2, 8), f(2, 8), f(4, 8), i, f(1, 4, 16), i, compress_ratio=4,"
+        " implementation='triton')\n"
+    )
+    done = run_python(code)
+    assert done.returncode != 0
+    assert "NotImplementedError" in done.stderr
+    assert "TRITON_INTERPRET=1" in done.stderr and "xla" in done.stderr
+
+
+def test_int64_indices(implementation):
+    batch, _ = arguments()
+    with jax.enable_x64(True):
+        names = ("positions", "token_to_req", "slot_mapping", "kv_slot_mapping", "block_table", "query_start_loc")
+        wide = {n: jnp.asarray(getattr(batch, n).astype(np.int64)) for n in names}
+        assert wide["positions"].dtype == jnp.int64
+        closing = jnp.asarray(batch.closing.astype(np.int64))
+        saving = oracle.saving(batch.config, batch.query_start_loc, batch.seq_lens)
+        meta = dsv4_jax.CompressorMetadata(**wide, closing=closing, saving=jnp.asarray(np.array(saving, np.int64)))
+        state, cache = ops.compress(batch, meta, implementation=implementation)
+        ops.same_bytes(state, ops.tail(batch))
+        exact = ops.rows(batch, batch.state, from_batch=True)
+        oracle.assert_same_cache(cache, batch.cache, exact, batch.config)
+        w = batch.width
+        slots = batch.slot_mapping.astype(np.int64)
+        slots[:2] += 2**32  # must not wrap round to the slots they were
+        arrays = (batch.kv_score[:, :w], batch.kv_score[:, w:], batch.ape, wide["positions"], batch.state, slots)
+        state = dsv4_jax.save_partial_states(*map(jnp.asarray, arrays), compress_ratio=4, implementation=implementation)
+        ops.same_bytes(state, ops.saved(batch, tokens=range(2, len(slots))))
