@@ -100,7 +100,7 @@ def random_batch(
     sizes=None,
     page_bytes=None,
 ):
-    """Draws a batch. Shapes depend on the arguments alone, so that draws share one compilation.
+    """Draws a batch. Without `sizes`, shapes depend on the arguments alone, so that draws share one compilation.
 
     Args:
       rng: numpy.random.Generator.
@@ -118,7 +118,8 @@ def random_batch(
       page_bytes: of a packed cache page.
     """
     m = config.compress_ratio
-    if sizes is None:
+    fixed = sizes is None
+    if fixed:
         most = max(tokens // requests, 1)
         longest, total = 3 * m + 2 + most, requests * most + padding
         sizes = lengths(rng, kind, requests, config, most)
@@ -133,8 +134,8 @@ def random_batch(
         token_to_req[query_start_loc[r] : query_start_loc[r + 1]] = r
         positions[query_start_loc[r] : query_start_loc[r + 1]] = before + np.arange(new)
 
-    block_table, pages = _table(rng, seq_lens, longest, config.page_rows, spare_pages, holes)
-    kv_block_table, kv_pages = _table(rng, seq_lens // m, longest // m, config.kv_page_rows, spare_pages, holes)
+    block_table, pages = _table(rng, seq_lens, longest, config.page_rows, spare_pages, holes, fixed)
+    kv_block_table, kv_pages = _table(rng, seq_lens // m, longest // m, config.kv_page_rows, spare_pages, holes, fixed)
     slots = _slots(block_table, token_to_req, positions, config.page_rows, positions >= 0)
     closes = (positions >= 0) & ((positions + 1) % m == 0)
     kv_slots = _slots(kv_block_table, token_to_req, positions // m, config.kv_page_rows, closes)
@@ -169,10 +170,11 @@ def random_batch(
     )
 
 
-def _table(rng, lengths, longest, page_rows, spare_pages, holes):
+def _table(rng, lengths, longest, page_rows, spare_pages, holes, fixed):
     """A block table [R, B] of distinct shuffled pages, and how many pages there are; past a request's pages -1."""
     columns = -(-longest // page_rows)
-    pages = len(lengths) * columns + spare_pages
+    used = len(lengths) * columns if fixed else int((-(-lengths // page_rows)).sum())
+    pages = used + spare_pages
     shuffled = iter(rng.permutation(pages))
     table = np.full((len(lengths), columns + 1), -1, np.int32)
     for r, length in enumerate(lengths):

@@ -17,8 +17,13 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a GPU that JAX can use")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(items):
     if HAS_GPU:
+        # Modules that say so hold the kernels to the same bytes on the GPU, so `-m gpu` takes them too.
+        for item in items:
+            if getattr(item.module, "GPU_TOO", False) and "implementation" in item.fixturenames:
+                item.add_marker("gpu")
         return
     skip = pytest.mark.skip(reason=f"needs a GPU; JAX's default backend is {jax.default_backend()!r}")
     for item in items:

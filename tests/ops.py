@@ -97,11 +97,12 @@ def tail(batch, rollback=0):
     return saved(batch, tokens=tokens)
 
 
-def rows(batch, state, *, from_batch, meta=None):
+def rows(batch, state, *, from_batch, meta=None, kv_pages=None):
     """The oracle's keys: every row of a window from `state`, or this batch's from `kv_score`."""
     given = {"kv_score": batch.kv_score, "ape": batch.ape} if from_batch else {}
+    kv_pages = len(batch.cache) if kv_pages is None else kv_pages
     return oracle.compressed_rows(
-        batch.config, state, meta or batch, batch.norm_weight, batch.cos_sin, len(batch.cache), **given
+        batch.config, state, meta or batch, batch.norm_weight, batch.cos_sin, kv_pages, **given
     )
 
 

@@ -10,6 +10,7 @@ import oracle
 import pytest
 from batches import Batch
 
+GPU_TOO = True
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "vllm_0.33_h200.npz"
 KINDS = {"csa": "fp8_ds_mla", "hca": "fp8_ds_mla", "indexer_fp8": "indexer_fp8"}
 with np.load(GOLDEN) as archive:

@@ -9,6 +9,7 @@ import oracle
 import pytest
 from batches import random_batch
 
+GPU_TOO = True
 INF, NAN = np.inf, np.nan
 
 

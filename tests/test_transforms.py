@@ -15,6 +15,7 @@ from batches import random_batch
 
 import dsv4_jax
 
+GPU_TOO = True
 ON_GPU = jax.default_backend() != "cpu"
 
 
