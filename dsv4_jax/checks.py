@@ -37,6 +37,12 @@ def integers(name: str, value, shape: tuple) -> jax.Array:
     return value.astype(jnp.int32)
 
 
+def instance(name: str, value, kind: type) -> None:
+    """Raises unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be a {kind.__name__}")
+
+
 def at_least(name: str, value, least: int) -> None:
     """Raises unless `value` is a Python integer of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -27,8 +27,10 @@ class CompressorMetadata:
       slot_mapping: `[T]`, state slot of each token: `page * page_rows + row`.
       block_table: `[R, B]`, state page that holds positions `[b * page_rows, (b + 1) * page_rows)`.
       kv_slot_mapping: `[T]`, cache slot of the key that a token closes.
-      closing: `[N]`, batch rows that close windows, padded with -1.
-      saving: `[S]`, batch rows whose state a later step can need (`save="tail"`), padded with -1.
+      closing: `[N, 4]`, the plan of the windows that close, compact, padded with -1: batch row and position of the
+        closing token, cache slot of the key, and how many of the window's last rows are in this batch.
+      window_slots: `[N, n]`, the state slots of each window's rows, oldest first, -1 where there is none.
+      saving: `[S, 3]`, the plan of what `save="tail"` writes, compact, padded with -1: batch row, position, state slot.
     """
 
     positions: jax.Array
@@ -38,6 +40,7 @@ class CompressorMetadata:
     block_table: jax.Array
     kv_slot_mapping: jax.Array
     closing: jax.Array
+    window_slots: jax.Array
     saving: jax.Array
 
     @classmethod
@@ -65,6 +68,7 @@ class CompressorMetadata:
           rollback: with `save="tail"`, also keep what is needed when up to this many last tokens are taken back
             (speculative decoding).
         """
+        checks.instance("config", config, CompressorConfig)
         requests = checks.integers("seq_lens", seq_lens, ("R",)).shape[0]
         query_start_loc = checks.integers("query_start_loc", query_start_loc, (requests + 1,))
         seq_lens = checks.integers("seq_lens", seq_lens, (requests,))
@@ -76,8 +80,7 @@ class CompressorMetadata:
         request = jnp.searchsorted(query_start_loc, token, side="right").astype(jnp.int32) - 1
         real = (request >= 0) & (request < requests)
         request = jnp.where(real, request, -1)
-        end = jnp.take(query_start_loc[1:], request, mode="fill", fill_value=0)
-        position = jnp.take(seq_lens, request, mode="fill", fill_value=0) - (end - token)
+        position = _take(seq_lens, request, 0) - (_take(query_start_loc[1:], request, 0) - token)
         position = jnp.where(real, position, -1)
         m = config.compress_ratio
         closes = (position >= 0) & ((position + 1) % m == 0)
@@ -111,6 +114,7 @@ class CompressorMetadata:
 
         Args: the attributes of the same names, int32 (int64 where JAX has x64 on); `config` and `rollback` as `build`.
         """
+        checks.instance("config", config, CompressorConfig)
         (tokens,) = checks.integers("positions", positions, ("T",)).shape
         positions = checks.integers("positions", positions, (tokens,))
         token_to_req = checks.integers("token_to_req", token_to_req, (tokens,))
@@ -121,19 +125,25 @@ class CompressorMetadata:
         query_start_loc = checks.integers("query_start_loc", query_start_loc, (requests + 1,))
         checks.at_least("rollback", rollback, 0)
 
-        m = config.compress_ratio
+        m, n = config.compress_ratio, config.window
         real = (positions >= 0) & (token_to_req >= 0) & (token_to_req < requests)
+        request = jnp.where(real, token_to_req, -1)
+
         closes = real & ((positions + 1) % m == 0) & (kv_slot_mapping >= 0)
         # Every request closes at most one window more than its tokens fill.
-        (closing,) = jnp.nonzero(closes, size=min(tokens, tokens // m + requests), fill_value=-1)
+        row, rows = _compact(closes, min(tokens, tokens // m + requests))
+        start = _take(query_start_loc, rows(request), 0)
+        in_batch = jnp.clip(row - jnp.maximum(start, 0) + 1, 0, jnp.minimum(n, rows(positions) + 1))
+        closing = [row, rows(positions), rows(kv_slot_mapping), in_batch]
+        window = rows(positions)[:, None] - jnp.arange(n - 1, -1, -1, dtype=jnp.int32)
+        window_slots = _slots(block_table, rows(request)[:, None], window, config.page_rows)
 
-        last = query_start_loc[1:] - 1
-        seq_lens = jnp.take(positions, jnp.where(last >= 0, last, tokens), mode="fill", fill_value=-1) + 1
+        seq_lens = _take(positions, query_start_loc[1:] - 1, -1) + 1
         needed = jnp.maximum(seq_lens - rollback, 0) // m * m - (m if config.overlap else 0)
-        needed = jnp.take(needed, jnp.where(real, token_to_req, requests), mode="fill", fill_value=INT32_MAX)
-        saves = real & (positions >= needed) & (slot_mapping >= 0)
+        needed = _take(needed, request, INT32_MAX)
         most = requests * (m - 1 + (m if config.overlap else 0) + rollback)
-        (saving,) = jnp.nonzero(saves, size=min(tokens, most), fill_value=-1)
+        row, rows = _compact(real & (positions >= needed) & (slot_mapping >= 0), min(tokens, most))
+        saving = [row, rows(positions), rows(slot_mapping)]
         return cls(
             positions,
             token_to_req,
@@ -141,13 +151,31 @@ class CompressorMetadata:
             slot_mapping,
             block_table,
             kv_slot_mapping,
-            closing.astype(jnp.int32),
-            saving.astype(jnp.int32),
+            jnp.where(closing[0] >= 0, jnp.stack(closing), -1).T,
+            jnp.where(closing[0][:, None] >= 0, window_slots, -1),
+            jnp.where(row >= 0, jnp.stack(saving), -1).T,
         )
+
+
+def _compact(mask, size):
+    """The rows where mask holds, padded with -1 to `size`, and a function that takes values at these rows."""
+    (row,) = jnp.nonzero(mask, size=size, fill_value=-1)
+    row = row.astype(jnp.int32)
+    return row, lambda values: _take(values, row, -1)
+
+
+def _take(values, index, missing):
+    """`values[index]`, `missing` where the index is outside; unlike NumPy's, a negative index is."""
+    if values.shape[0] == 0:
+        return jnp.full(index.shape, missing, values.dtype)
+    index = jnp.where(index >= 0, index, values.shape[0])
+    return values.at[index].get(mode="fill", fill_value=missing)
 
 
 def _slots(block_table, request, index, page_rows):
     """`page * page_rows + row` of each index in its request, -1 where there is no such page."""
+    if block_table.size == 0:
+        return jnp.full(jnp.broadcast_shapes(request.shape, index.shape), -1, jnp.int32)
     page = block_table.at[
         jnp.where(request >= 0, request, block_table.shape[0]),
         jnp.where(index >= 0, index // page_rows, block_table.shape[1]),

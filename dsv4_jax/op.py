@@ -60,7 +60,12 @@ class Op:
         def flat_implement(*flat):
             return implement(*jax.tree.unflatten(tree, flat), platform=platform, **dict(params))
 
-        return mlir.lower_fun(flat_implement, multiple_results=True)(ctx, *flat)
+        try:
+            return mlir.lower_fun(flat_implement, multiple_results=True)(ctx, *flat)
+        except Exception as error:
+            for pair, what in platforms.known_bad_pairs():
+                error.add_note(f"{pair} are installed: {what}")
+            raise
 
     def _no_grad(self, *_, **__):
         raise NotImplementedError(

@@ -688,12 +688,12 @@ def test_gpu_tensors_are_xla_buffers_on_xla_stream():
     def f(x, cache):
         like = Type.like(x)
         return torch_call(
-            fn, x, cache, out_type=(like, like), input_output_aliases={1: 1}, command_buffer_compatible=False
+            fn, x, cache, out_type=(like, like), input_output_aliases={1: 0}, command_buffer_compatible=False
         )
 
     x, cache = jnp.arange(4096.0), jnp.ones(4096)
     addresses = x.unsafe_buffer_pointer(), cache.unsafe_buffer_pointer()
-    out, new = f(x, cache)
+    new, out = f(x, cache)  # jit gives a donated buffer to the first result of its type
     assert (seen["x"], seen["cache"]) == addresses
     assert new.unsafe_buffer_pointer() == addresses[1] and out.unsafe_buffer_pointer() == seen["out"]
     assert seen["device"].type == "cuda" and seen["device"].index == seen["current"]

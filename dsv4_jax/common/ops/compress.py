@@ -14,7 +14,7 @@ from dsv4_jax.common.ops.launch import launch
 from dsv4_jax.common.ops.norm_rope import norm_rope
 from dsv4_jax.common.ops.quantise_store import store_key
 from dsv4_jax.common.ops.save_partial_states import save_row
-from dsv4_jax.common.ops.window import closing_token, load_rows, softmax_fold, window_rows
+from dsv4_jax.common.ops.window import closing_window, has_rows, load_window, softmax_fold
 
 # A window of at most this many rows is held by one program.
 SHORT_WINDOW = 16
@@ -39,29 +39,24 @@ def run(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv
         return state_cache, kv_cache
     from_batch = kv_score is not None
     window = {
-        # Triton wants an array for every pointer; those of state_cache's type stand in for what is not read.
-        "kv_score": kv_score if from_batch else state_cache,
-        "ape": ape if from_batch else state_cache,
-        "state_cache": state_cache,
-        "positions": metadata.positions,
-        "token_to_req": metadata.token_to_req,
-        "query_start_loc": metadata.query_start_loc,
-        "block_table": metadata.block_table,
-        "kv_slot_mapping": metadata.kv_slot_mapping,
         "closing": metadata.closing,
+        "window_slots": metadata.window_slots,
         "tokens": tokens,
-        "requests": metadata.block_table.shape[0],
-        "table_width": metadata.block_table.shape[1],
         "state_pages": state_cache.shape[0],
         "kv_pages": kv_cache.shape[0],
         "table_rows": cos_sin.shape[0],
+    }
+    states = {
+        # Triton wants an array for every pointer; state_cache stands in for what is not read.
+        "kv_score": kv_score if from_batch else state_cache,
+        "ape": ape if from_batch else state_cache,
+        "state_cache": state_cache,
+        "saving": metadata.saving,
+        "positions": metadata.positions,
+        "slot_mapping": metadata.slot_mapping,
         "windows": windows,
     }
-    tail = {
-        "slot_mapping": metadata.slot_mapping,
-        "saving": metadata.saving if save == "tail" else metadata.slot_mapping,
-    }
-    finish = {
+    keys = {
         "kv_cache": kv_cache,
         "norm_weight": norm_weight,
         "cos_sin": cos_sin,
@@ -90,14 +85,14 @@ def run(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv
             num_warps=max(1, config.head_dim // 128),
             constants={**shape, **store, "SAVE": save},
             **window,
-            **tail,
-            **finish,
+            **states,
+            **keys,
         )
         return results if save != "none" else (state_cache, results[0])
 
-    block = 128
+    block, step = 128, 8
     # Enough programs to fill the chip where few windows close; whole windows where many do.
-    splits = max(1, min(16, 64 // max(1, windows)))
+    splits = min(config.window // step, triton.next_power_of_2(max(1, 64 // max(1, windows))))
     partial = jax.ShapeDtypeStruct((max(1, windows), splits, 3, config.head_dim), jnp.float32)
     parts = windows * splits * (config.head_dim // block)
     results = launch(
@@ -106,23 +101,22 @@ def run(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv
         updates=() if save == "none" else ("state_cache",),
         scratch={"partial": partial},
         num_warps=4,
-        constants={**shape, "SAVE": save, "SPLITS": splits, "BLOCK": block, "STEP": 8},
+        constants={**shape, "SAVE": save, "SPLITS": splits, "BLOCK": block, "STEP": step},
         **window,
-        **tail,
+        **states,
     )
-    partial = results[-1]
-    state_cache = state_cache if save == "none" else results[0]
+    *updated, partial = results
+    state_cache = updated[0] if updated else state_cache
     if windows == 0:
         return state_cache, kv_cache
-    # The window's rows are looked up again, so that one without any row writes nothing.
     (kv_cache,) = launch(
         _finish_kernel,
         windows,
         updates=("kv_cache",),
         num_warps=4,
         constants={**shape, **store, "SPLITS": splits},
-        **{k: v for k, v in window.items() if k not in ("kv_score", "ape", "state_cache", "windows")},
-        **finish,
+        **window,
+        **keys,
         partial=partial,
     )
     return state_cache, kv_cache
@@ -130,9 +124,9 @@ def run(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv
 
 @triton.jit
 def _compress_kernel(
-    kv_score, ape, state_cache, positions, token_to_req, query_start_loc, block_table, kv_slot_mapping, closing,
-    slot_mapping, saving, kv_cache, norm_weight, cos_sin, kv_scale,
-    tokens, requests, table_width, state_pages, kv_pages, table_rows, windows,
+    closing, window_slots, kv_score, ape, state_cache, saving, positions, slot_mapping,
+    kv_cache, norm_weight, cos_sin, kv_scale,
+    tokens, state_pages, kv_pages, table_rows, windows,
     RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
     KV_PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr, FORMAT: tl.constexpr, PAGE_BYTES: tl.constexpr,
     EPS: tl.constexpr, ROPE_DIM: tl.constexpr, SAVE: tl.constexpr,
@@ -141,27 +135,22 @@ def _compress_kernel(
     WINDOW: tl.constexpr = RATIO * (2 if OVERLAP else 1)
     index = tl.program_id(0)
     if index < windows:
-        token, position, request, slot, valid = closing_token(
-            index, closing, positions, token_to_req, kv_slot_mapping, tokens, requests, kv_pages, table_rows,
-            RATIO, KV_PAGE_ROWS,
+        row, position, slot, in_batch, valid = closing_window(
+            index, closing, tokens, kv_pages, table_rows, RATIO, KV_PAGE_ROWS, FROM_BATCH
         )  # fmt: skip
+        window_slots += index * WINDOW
+        if not FROM_BATCH:
+            valid &= has_rows(window_slots, state_pages, WINDOW, PAGE_ROWS)
         if valid:
-            element = tl.arange(0, WINDOW)
-            row, in_batch, state_row, in_state = window_rows(
-                WINDOW - 1 - element, token, position, request, query_start_loc, block_table, table_width, state_pages,
-                PAGE_ROWS, FROM_BATCH,
+            kv, score = load_window(
+                tl.arange(0, WINDOW), tl.arange(0, HEAD_DIM), kv_score, ape, state_cache, row, in_batch, window_slots,
+                state_pages, RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH,
             )  # fmt: skip
-            if tl.sum((in_batch | in_state).to(tl.int32), axis=0) > 0:
-                channels = tl.arange(0, HEAD_DIM)
-                kv, score = load_rows(
-                    element, channels, kv_score, ape, state_cache, row, in_batch, state_row, in_state,
-                    RATIO, HEAD_DIM, OVERLAP, FROM_BATCH,
-                )  # fmt: skip
-                nothing = tl.full((HEAD_DIM,), float("-inf"), tl.float32)
-                zero = tl.zeros((HEAD_DIM,), tl.float32)
-                _, total, weighted = softmax_fold(kv, score, nothing, zero, zero)
-                key = norm_rope(weighted / total, position, norm_weight, cos_sin, EPS, HEAD_DIM, RATIO, ROPE_DIM)
-                store_key(key, slot, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
+            nothing = tl.full((HEAD_DIM,), float("-inf"), tl.float32)
+            zero = tl.zeros((HEAD_DIM,), tl.float32)
+            _, total, weighted = softmax_fold(kv, score, nothing, zero, zero)
+            key = norm_rope(weighted / total, position, norm_weight, cos_sin, EPS, HEAD_DIM, RATIO, ROPE_DIM)
+            store_key(key, slot, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
     else:
         _save(
             index - windows, kv_score, ape, positions, slot_mapping, saving, state_cache, tokens, state_pages,
@@ -171,9 +160,8 @@ def _compress_kernel(
 
 @triton.jit
 def _fold_kernel(
-    kv_score, ape, state_cache, positions, token_to_req, query_start_loc, block_table, kv_slot_mapping, closing,
-    slot_mapping, saving, partial,
-    tokens, requests, table_width, state_pages, kv_pages, table_rows, windows,
+    closing, window_slots, kv_score, ape, state_cache, saving, positions, slot_mapping, partial,
+    tokens, state_pages, kv_pages, table_rows, windows,
     RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
     KV_PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr, SAVE: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
@@ -186,9 +174,8 @@ def _fold_kernel(
     pid = tl.program_id(0)
     index = pid // (SPLITS * BLOCKS)
     if index < windows:
-        token, position, request, _, valid = closing_token(
-            index, closing, positions, token_to_req, kv_slot_mapping, tokens, requests, kv_pages, table_rows,
-            RATIO, KV_PAGE_ROWS,
+        row, _, _, in_batch, valid = closing_window(
+            index, closing, tokens, kv_pages, table_rows, RATIO, KV_PAGE_ROWS, FROM_BATCH
         )  # fmt: skip
         if valid:
             split = pid // BLOCKS % SPLITS
@@ -197,14 +184,9 @@ def _fold_kernel(
             total = tl.zeros((BLOCK,), tl.float32)
             weighted = tl.zeros((BLOCK,), tl.float32)
             for first in range(0, ROWS, STEP):
-                element = split * ROWS + first + tl.arange(0, STEP)
-                row, in_batch, state_row, in_state = window_rows(
-                    WINDOW - 1 - element, token, position, request, query_start_loc, block_table, table_width,
-                    state_pages, PAGE_ROWS, FROM_BATCH,
-                )  # fmt: skip
-                kv, score = load_rows(
-                    element, channels, kv_score, ape, state_cache, row, in_batch, state_row, in_state,
-                    RATIO, HEAD_DIM, OVERLAP, FROM_BATCH,
+                kv, score = load_window(
+                    split * ROWS + first + tl.arange(0, STEP), channels, kv_score, ape, state_cache, row, in_batch,
+                    window_slots + index * WINDOW, state_pages, RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH,
                 )  # fmt: skip
                 largest, total, weighted = softmax_fold(kv, score, largest, total, weighted)
             at = partial + (index * SPLITS + split) * (3 * HEAD_DIM) + channels
@@ -220,9 +202,8 @@ def _fold_kernel(
 
 @triton.jit
 def _finish_kernel(
-    positions, token_to_req, query_start_loc, block_table, kv_slot_mapping, closing,
-    kv_cache, norm_weight, cos_sin, kv_scale, partial,
-    tokens, requests, table_width, state_pages, kv_pages, table_rows,
+    closing, window_slots, kv_cache, norm_weight, cos_sin, kv_scale, partial,
+    tokens, state_pages, kv_pages, table_rows,
     RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
     KV_PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr, FORMAT: tl.constexpr, PAGE_BYTES: tl.constexpr,
     EPS: tl.constexpr, ROPE_DIM: tl.constexpr, SPLITS: tl.constexpr,
@@ -230,27 +211,23 @@ def _finish_kernel(
     """Joins the splits of a window and stores its key."""
     WINDOW: tl.constexpr = RATIO * (2 if OVERLAP else 1)
     index = tl.program_id(0)
-    token, position, request, slot, valid = closing_token(
-        index, closing, positions, token_to_req, kv_slot_mapping, tokens, requests, kv_pages, table_rows,
-        RATIO, KV_PAGE_ROWS,
+    _, position, slot, _, valid = closing_window(
+        index, closing, tokens, kv_pages, table_rows, RATIO, KV_PAGE_ROWS, FROM_BATCH
     )  # fmt: skip
+    if not FROM_BATCH:
+        valid &= has_rows(window_slots + index * WINDOW, state_pages, WINDOW, PAGE_ROWS)
     if valid:
-        _, in_batch, _, in_state = window_rows(
-            tl.arange(0, WINDOW), token, position, request, query_start_loc, block_table, table_width, state_pages,
-            PAGE_ROWS, FROM_BATCH,
-        )  # fmt: skip
-        if tl.sum((in_batch | in_state).to(tl.int32), axis=0) > 0:
-            split = tl.arange(0, SPLITS)
-            channels = tl.arange(0, HEAD_DIM)
-            at = partial + (index * SPLITS + split)[:, None] * (3 * HEAD_DIM) + channels[None, :]
-            largest = tl.load(at)
-            reference = tl.max(largest, axis=0)
-            reference = tl.where(reference == float("-inf"), 0.0, reference)
-            scale = tl.exp(largest - reference[None, :])
-            total = tl.sum(tl.load(at + HEAD_DIM) * scale, axis=0)
-            weighted = tl.sum(tl.load(at + 2 * HEAD_DIM) * scale, axis=0)
-            key = norm_rope(weighted / total, position, norm_weight, cos_sin, EPS, HEAD_DIM, RATIO, ROPE_DIM)
-            store_key(key, slot, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
+        split = tl.arange(0, SPLITS)
+        channels = tl.arange(0, HEAD_DIM)
+        at = partial + (index * SPLITS + split)[:, None] * (3 * HEAD_DIM) + channels[None, :]
+        largest = tl.load(at)
+        reference = tl.max(largest, axis=0)
+        reference = tl.where(reference == float("-inf"), 0.0, reference)
+        scale = tl.exp(largest - reference[None, :])
+        total = tl.sum(tl.load(at + HEAD_DIM) * scale, axis=0)
+        weighted = tl.sum(tl.load(at + 2 * HEAD_DIM) * scale, axis=0)
+        key = norm_rope(weighted / total, position, norm_weight, cos_sin, EPS, HEAD_DIM, RATIO, ROPE_DIM)
+        store_key(key, slot, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
 
 
 @triton.jit
@@ -259,12 +236,16 @@ def _save(
     RATIO: tl.constexpr, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
     """Saves the state of the batch row that the plan names (`SAVE="tail"`), or of every one (`"all"`)."""
-    if SAVE != "none":
-        token = index
-        if SAVE == "tail":
-            token = tl.load(saving + index)
-        if (token >= 0) & (token < tokens):
-            save_row(
-                token, kv_score, kv_score + WIDTH, 2 * WIDTH, ape, positions, slot_mapping, state_cache, state_pages,
-                RATIO, WIDTH, PAGE_ROWS,
-            )  # fmt: skip
+    if SAVE == "tail":
+        row = tl.load(saving + index * 3)
+        position = tl.load(saving + index * 3 + 1)
+        slot = tl.load(saving + index * 3 + 2)
+    else:
+        row = index
+        position = tl.load(positions + index)
+        slot = tl.load(slot_mapping + index)
+    if (row >= 0) & (row < tokens):
+        save_row(
+            row, position, slot, kv_score, kv_score + WIDTH, 2 * WIDTH, ape, state_cache, state_pages,
+            RATIO, WIDTH, PAGE_ROWS,
+        )  # fmt: skip

@@ -36,15 +36,17 @@ def _launch_gpu(kernel, grid, updates, scratch, num_warps, constants, args):
     with warnings.catch_warnings():
         # jax-triton asks for Refs instead; an alias says the same and works inside a primitive's lowering.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
-        return jax_triton.triton_call(
+        # The buffers that are not aliased come first: the launcher gives results to the kernel's parameters in order.
+        results = jax_triton.triton_call(
             kernel=kernel,
             grid=(grid,),
-            out_type=[jax.typeof(args[name]) for name in updates] + list(scratch.values()),
-            input_output_aliases={operands.index(name): i for i, name in enumerate(updates)},
+            out_type=[*scratch.values(), *(jax.typeof(args[name]) for name in updates)],
+            input_output_aliases={operands.index(name): len(scratch) + i for i, name in enumerate(updates)},
             num_warps=num_warps,
             **args,
             **constants,
         )
+    return (*results[len(scratch) :], *results[: len(scratch)])
 
 
 def _launch_interpreted(kernel, grid, updates, scratch, constants, args):

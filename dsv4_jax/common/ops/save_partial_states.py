@@ -33,25 +33,24 @@ def _save_kernel(
     kv, score, ape, positions, slot_mapping, state_cache, pages,
     RATIO: tl.constexpr, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0)
-    save_row(token, kv, score, WIDTH, ape, positions, slot_mapping, state_cache, pages, RATIO, WIDTH, PAGE_ROWS)
+    row = tl.program_id(0)
+    position = tl.load(positions + row)
+    slot = tl.load(slot_mapping + row)
+    save_row(row, position, slot, kv, score, WIDTH, ape, state_cache, pages, RATIO, WIDTH, PAGE_ROWS)
 
 
 @triton.jit
 def save_row(
-    token, kv, score, stride, ape, positions, slot_mapping, state_cache, pages,
+    row, position, slot, kv, score, stride, ape, state_cache, pages,
     RATIO: tl.constexpr, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a token's kv and biased score into its row of the state cache; rows of kv and score are `stride` apart."""
-    position = tl.load(positions + token)
-    slot = tl.load(slot_mapping + token)
-    inside = (position >= 0) & (slot >= 0) & (slot // PAGE_ROWS < pages)
-    if inside:
+    """Writes kv and biased score of a batch row at a state slot; rows of kv and score are `stride` apart."""
+    if (position >= 0) & (slot >= 0) & (slot // PAGE_ROWS < pages):
         # The width need not be a power of two.
         channels = tl.arange(0, triton.next_power_of_2(WIDTH))
         mask = channels < WIDTH
-        row = token.to(tl.int64) * stride + channels
+        source = row.to(tl.int64) * stride + channels
         at = state_cache + slot.to(tl.int64) * (2 * WIDTH) + channels
         bias = tl.load(ape + (position % RATIO) * WIDTH + channels, mask=mask)
-        tl.store(at, tl.load(kv + row, mask=mask).to(tl.float32), mask=mask)
-        tl.store(at + WIDTH, tl.load(score + row, mask=mask).to(tl.float32) + bias, mask=mask)
+        tl.store(at, tl.load(kv + source, mask=mask).to(tl.float32), mask=mask)
+        tl.store(at + WIDTH, tl.load(score + source, mask=mask).to(tl.float32) + bias, mask=mask)

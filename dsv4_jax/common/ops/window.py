@@ -1,72 +1,86 @@
-"""Triton: where the rows of a window lie, and the softmax-sum over them."""
+"""Triton: which rows a window has, and the softmax-sum over them."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def closing_token(
-    index, closing, positions, token_to_req, kv_slot_mapping, tokens, requests, kv_pages, table_rows,
-    RATIO: tl.constexpr, KV_PAGE_ROWS: tl.constexpr,
+def closing_window(
+    index, closing, tokens, kv_pages, table_rows,
+    RATIO: tl.constexpr, KV_PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr,
 ):  # fmt: skip
-    """Token, position, request and cache slot of the plan's entry, and whether it closes a window (data can be wrong)."""
-    token = tl.load(closing + index)
-    valid = (token >= 0) & (token < tokens)
-    position = tl.load(positions + token, mask=valid, other=-1)
-    request = tl.load(token_to_req + token, mask=valid, other=-1)
-    slot = tl.load(kv_slot_mapping + token, mask=valid, other=-1)
+    """An entry of the plan: batch row, position, cache slot, rows in the batch, and whether it may write.
+
+    The plan is data and can be wrong.
+    """
+    row = tl.load(closing + index * 4)
+    position = tl.load(closing + index * 4 + 1)
+    slot = tl.load(closing + index * 4 + 2)
+    in_batch = tl.load(closing + index * 4 + 3)
+    valid = (row >= 0) & (row < tokens) & (slot >= 0) & (slot // KV_PAGE_ROWS < kv_pages)
     valid &= (position >= 0) & ((position + 1) % RATIO == 0) & (position // RATIO * RATIO < table_rows)
-    valid &= (request >= 0) & (request < requests)
-    valid &= (slot >= 0) & (slot // KV_PAGE_ROWS < kv_pages)
-    return token, position, request, slot, valid
+    if FROM_BATCH:
+        valid &= in_batch >= 1  # the closing token itself
+    return row, position, slot, in_batch, valid
 
 
 @triton.jit
 def window_rows(
-    back, token, position, request, query_start_loc, block_table, table_width, state_pages,
-    PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr,
+    element, row, in_batch, window_slots, state_pages,
+    WINDOW: tl.constexpr, PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr,
 ):  # fmt: skip
-    """Where the rows lie that are `back` positions before a token: its batch rows, state rows, and which of both exist.
-
-    A row that is in neither counts as absent.
-    """
-    p = position - back
-    row = token - back
+    """Which elements of a window are in the batch, and the state slots of the others, -1 where there is none."""
+    back = WINDOW - 1 - element
+    slots = tl.load(window_slots + element)
+    slots = tl.where(slots // PAGE_ROWS < state_pages, slots, -1)
     if FROM_BATCH:
-        start = tl.maximum(tl.load(query_start_loc + request), 0)
-        in_batch = (p >= 0) & (row >= start)
+        from_batch = (back < in_batch) & (back <= row)
+        slots = tl.where(from_batch, -1, slots)
     else:
-        in_batch = p < p
-    column = tl.maximum(p, 0) // PAGE_ROWS
-    wanted = (p >= 0) & ~in_batch & (column < table_width)
-    page = tl.load(block_table + request.to(tl.int64) * table_width + column, mask=wanted, other=-1)
-    in_state = wanted & (page >= 0) & (page < state_pages)
-    state_row = page.to(tl.int64) * PAGE_ROWS + tl.maximum(p, 0) % PAGE_ROWS
-    return row.to(tl.int64), in_batch, state_row, in_state
+        from_batch = back < 0
+    return from_batch, slots
 
 
 @triton.jit
-def load_rows(
-    element, channels, kv_score, ape, state_cache, row, in_batch, state_row, in_state,
-    RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, FROM_BATCH: tl.constexpr,
+def load_window(
+    element, channels, kv_score, ape, state_cache, row, in_batch, window_slots, state_pages,
+    RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    FROM_BATCH: tl.constexpr,
 ):  # fmt: skip
-    """kv and biased score `[rows, channels]` of window elements; absent rows have score -inf and kv 0."""
+    """kv and biased score `[elements, channels]` of a window; absent rows have score -inf and kv 0."""
     WIDTH: tl.constexpr = HEAD_DIM * (2 if OVERLAP else 1)
-    columns = tl.broadcast_to(channels[None, :], (element.shape[0], channels.shape[0]))
-    if OVERLAP:
-        # The older half of the window reads the first D columns, the newer half the last.
-        columns += tl.where(element >= RATIO, HEAD_DIM, 0)[:, None]
-    at = state_cache + state_row[:, None] * (2 * WIDTH) + columns
-    kv = tl.load(at, mask=in_state[:, None], other=0.0)
-    score = tl.load(at + WIDTH, mask=in_state[:, None], other=float("-inf"))
-    if FROM_BATCH:
-        at = kv_score + row[:, None] * (2 * WIDTH) + columns
-        batch_kv = tl.load(at, mask=in_batch[:, None], other=0.0).to(tl.float32)
-        batch_score = tl.load(at + WIDTH, mask=in_batch[:, None], other=0.0).to(tl.float32)
-        bias = tl.load(ape + (element % RATIO)[:, None] * WIDTH + columns, mask=in_batch[:, None], other=0.0)
-        kv = tl.where(in_batch[:, None], batch_kv, kv)
-        score = tl.where(in_batch[:, None], batch_score + bias, score)
+    WINDOW: tl.constexpr = RATIO * (2 if OVERLAP else 1)
+    # With overlap the older half of the window reads the first D columns, the newer half the last.
+    half = tl.where(element >= RATIO, HEAD_DIM, 0) if OVERLAP else element * 0
+    columns = half[:, None] + channels[None, :]
+    batch = kv_score + (row - (WINDOW - 1)).to(tl.int64) * (2 * WIDTH) + (element * (2 * WIDTH))[:, None] + columns
+    bias = ape + (element % RATIO * WIDTH)[:, None] + columns
+    if FROM_BATCH and (in_batch >= WINDOW) & (row >= WINDOW - 1):
+        # The common case of a prefill: nothing to look up, nothing to mask.
+        kv = tl.load(batch).to(tl.float32)
+        score = tl.load(batch + WIDTH).to(tl.float32) + tl.load(bias)
+    else:
+        from_batch, slots = window_rows(
+            element, row, in_batch, window_slots, state_pages, WINDOW, PAGE_ROWS, FROM_BATCH
+        )  # fmt: skip
+        state = state_cache + slots.to(tl.int64)[:, None] * (2 * WIDTH) + columns
+        in_state = (slots >= 0)[:, None]
+        kv = tl.load(state, mask=in_state, other=0.0)
+        score = tl.load(state + WIDTH, mask=in_state, other=float("-inf"))
+        if FROM_BATCH:
+            from_batch = from_batch[:, None]
+            batch_kv = tl.load(batch, mask=from_batch, other=0.0).to(tl.float32)
+            batch_score = tl.load(batch + WIDTH, mask=from_batch, other=0.0).to(tl.float32)
+            kv = tl.where(from_batch, batch_kv, kv)
+            score = tl.where(from_batch, batch_score + tl.load(bias, mask=from_batch, other=0.0), score)
     return kv, score
+
+
+@triton.jit
+def has_rows(window_slots, state_pages, WINDOW: tl.constexpr, PAGE_ROWS: tl.constexpr):
+    """Whether any row of a window is in the state cache."""
+    slots = tl.load(window_slots + tl.arange(0, WINDOW))
+    return tl.max(((slots >= 0) & (slots // PAGE_ROWS < state_pages)).to(tl.int32), axis=0) > 0
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from dsv4_jax import checks
 from dsv4_jax.common.reference.compress_norm_rope_store import check_store, store_keys
-from dsv4_jax.common.reference.save_partial_states import biased, store_states
+from dsv4_jax.common.reference.save_partial_states import store_states
 from dsv4_jax.config import CompressorConfig
 from dsv4_jax.metadata import CompressorMetadata
 from dsv4_jax.op import Op
@@ -81,13 +81,12 @@ def implement(
     )
     # The windows are read before the states are written, so that XLA need not copy the state cache.
     state_cache, kv_cache = jax.lax.optimization_barrier((state_cache, kv_cache))
-    tokens = kv_score.shape[0]
-    token = jnp.arange(tokens, dtype=jnp.int32) if save == "all" else metadata.saving
-    inside = (token >= 0) & (token < tokens)
-    token = jnp.where(inside, token, tokens)
-    rows = kv_score.at[token].get(mode="fill", fill_value=0)
-    positions = metadata.positions.at[token].get(mode="fill", fill_value=-1)
-    slots = metadata.slot_mapping.at[token].get(mode="fill", fill_value=-1)
-    kv, score = rows[:, : config.width].astype(jnp.float32), rows[:, config.width :]
-    rows = jnp.concatenate([kv, biased(score, ape, positions)], axis=1)
-    return store_states(state_cache, rows, jnp.where(inside & (positions >= 0), slots, -1)), kv_cache
+    if kv_score.shape[0] == 0:
+        return state_cache, kv_cache
+    if save == "all":
+        row, positions, slots = slice(None), metadata.positions, metadata.slot_mapping
+    else:
+        row, positions, slots = metadata.saving.T
+        slots = jnp.where((row >= 0) & (row < kv_score.shape[0]), slots, -1)
+    kv, score = jnp.split(kv_score[row], 2, axis=1)
+    return (store_states(state_cache, kv, score, ape, positions, slots), kv_cache)

@@ -59,6 +59,8 @@ def implement(state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *
 
 def store_keys(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config):
     """Makes the keys of the closing windows, quantises and stores them."""
+    if not (metadata.closing.size and kv_cache.size and cos_sin.size):
+        return kv_cache
     keys, slots = normalised_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, config=config)
     values, scales = config.format.pack(keys, kv_scale)
     return config.format.store(kv_cache, values, scales, slots, config.kv_page_rows)
@@ -66,10 +68,8 @@ def store_keys(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_
 
 def check_store(state_cache, kv_cache, metadata, norm_weight, cos_sin, config, kv_scale):
     """Checks the arguments that both compressing ops have; returns them as arrays."""
-    if not isinstance(config, CompressorConfig):
-        raise TypeError(f"config is a {type(config).__name__}; it must be a CompressorConfig")
-    if not isinstance(metadata, CompressorMetadata):
-        raise TypeError(f"metadata is a {type(metadata).__name__}; it must be a CompressorMetadata")
+    checks.instance("config", config, CompressorConfig)
+    checks.instance("metadata", metadata, CompressorMetadata)
     state_cache = checks.array("state_cache", state_cache, ("pages", config.page_rows, 2 * config.width))
     if not hasattr(kv_cache, "dtype"):
         raise TypeError(f"kv_cache is a {type(kv_cache).__name__}; it must be an array")
@@ -79,15 +79,18 @@ def check_store(state_cache, kv_cache, metadata, norm_weight, cos_sin, config, k
     if config.format.needs_scale == (kv_scale is None):
         must = "a float32 scalar" if config.format.needs_scale else "None"
         raise ValueError(f"kv_scale is {kv_scale!r}; for the cache format {config.cache_format} it must be {must}")
+    if isinstance(kv_scale, int | float):
+        kv_scale = jnp.float32(kv_scale)
     if kv_scale is not None:
-        kv_scale = checks.array("kv_scale", jnp.asarray(kv_scale, jnp.float32), ())
-    return state_cache, jnp.asarray(kv_cache), checked_metadata(metadata), norm_weight, cos_sin, kv_scale
+        kv_scale = checks.array("kv_scale", kv_scale, ())
+    return state_cache, jnp.asarray(kv_cache), checked_metadata(metadata, config.window), norm_weight, cos_sin, kv_scale
 
 
-def checked_metadata(metadata):
-    """The metadata as int32, its arrays' shapes in agreement."""
+def checked_metadata(metadata, window):
+    """The metadata as int32, its arrays' shapes in agreement with each other and with the window's length."""
     (tokens,) = checks.integers("metadata.positions", metadata.positions, ("T",)).shape
     requests, _ = checks.integers("metadata.block_table", metadata.block_table, ("R", "B")).shape
+    windows, _ = checks.integers("metadata.closing", metadata.closing, ("N", 4)).shape
     shapes = {
         "positions": (tokens,),
         "token_to_req": (tokens,),
@@ -95,8 +98,9 @@ def checked_metadata(metadata):
         "slot_mapping": (tokens,),
         "block_table": (requests, "B"),
         "kv_slot_mapping": (tokens,),
-        "closing": ("N",),
-        "saving": ("S",),
+        "closing": (windows, 4),
+        "window_slots": (windows, window),
+        "saving": ("S", 3),
     }
     return CompressorMetadata(
         **{name: checks.integers(f"metadata.{name}", getattr(metadata, name), shape) for name, shape in shapes.items()}

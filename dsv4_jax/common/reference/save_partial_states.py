@@ -49,18 +49,14 @@ def save_partial_states(
 
 def implement(kv, score, ape, positions, state_cache, slot_mapping, *, platform):
     """The op in plain JAX."""
-    rows = jnp.concatenate([kv.astype(jnp.float32), biased(score, ape, positions)], axis=1)
-    return (store_states(state_cache, rows, jnp.where(positions >= 0, slot_mapping, -1)),)
+    return (store_states(state_cache, kv, score, ape, positions, slot_mapping),)
 
 
-def biased(score, ape, positions):
-    """The score with its position's bias, float32."""
-    return score.astype(jnp.float32) + ape[positions % ape.shape[0]]
-
-
-def store_states(state_cache, rows, slots):
-    """Writes rows `[N, 2W]` at their slots; a slot outside the cache writes nothing."""
+def store_states(state_cache, kv, score, ape, positions, slots):
+    """Writes kv and the biased score at their slots; a slot outside the cache or a negative position writes nothing."""
     pages, page_rows, _ = state_cache.shape
-    inside = (slots >= 0) & (slots // page_rows < pages)
+    score = score.astype(jnp.float32) + ape[positions % ape.shape[0]]
+    rows = jnp.concatenate([kv.astype(jnp.float32), score], axis=1)
+    inside = (slots >= 0) & (slots // page_rows < pages) & (positions >= 0)
     page = jnp.where(inside, slots // page_rows, pages)
     return state_cache.at[page, slots % page_rows].set(rows, mode="drop", unique_indices=True)

@@ -19,47 +19,39 @@ def normalised_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, 
     Returns:
       keys `[N, D]` float32 and their cache slots `[N]` int32, -1 where `metadata.closing` names no window.
     """
-    request, position, token, closes = _closing_tokens(metadata, cos_sin.shape[0], config)
-    kv, score, present = _window(kv_score, ape, state_cache, metadata, request, position, token, config)
-    present = present & closes[:, None]
-    keys = _rope(_rms_norm(_softmax_sum(kv, score, present), norm_weight, config.eps), cos_sin, position, config)
-    slots = jnp.take(metadata.kv_slot_mapping, token, mode="clip")
-    return keys, jnp.where(closes & present.any(axis=1), slots, -1)
+    row, position, slot, in_batch = metadata.closing.T
+    m, tokens = config.compress_ratio, metadata.positions.shape[0]
+    # The plan is data and can be wrong: such an entry writes nothing.
+    closes = (row >= 0) & (row < tokens) & (position >= 0) & ((position + 1) % m == 0)
+    closes &= position // m * m < cos_sin.shape[0]
+    if kv_score is not None:
+        closes &= in_batch >= 1  # the closing token itself
+    kv, score, present = _window(kv_score, ape, state_cache, metadata.window_slots, row, in_batch, config)
+    keys = _rms_norm(_softmax_sum(kv, score, present), norm_weight, config.eps)
+    return _rope(keys, cos_sin, position, config), jnp.where(closes & present.any(axis=1), slot, -1)
 
 
-def _closing_tokens(metadata, table_rows, config):
-    """Request, position and batch row of each closing token, and whether it is one (data can be wrong)."""
-    tokens, requests = metadata.positions.shape[0], metadata.block_table.shape[0]
-    m = config.compress_ratio
-    token = metadata.closing
-    position = jnp.take(metadata.positions, jnp.where(token >= 0, token, tokens), mode="fill", fill_value=-1)
-    request = jnp.take(metadata.token_to_req, jnp.where(token >= 0, token, tokens), mode="fill", fill_value=-1)
-    closes = (position >= 0) & ((position + 1) % m == 0) & (position // m * m < table_rows)
-    closes &= (request >= 0) & (request < requests)
-    return jnp.where(closes, request, requests), position, token, closes
-
-
-def _window(kv_score, ape, state_cache, metadata, request, position, token, config):
+def _window(kv_score, ape, state_cache, slots, row, in_batch, config):
     """kv and score `[N, n, D]` of each window, and which of its rows there are `[N, n]`."""
-    n, m, d, w = config.window, config.compress_ratio, config.head_dim, config.width
+    m, d, w = config.compress_ratio, config.head_dim, config.width
     pages, page_rows, _ = state_cache.shape
-    back = jnp.arange(n - 1, -1, -1, dtype=jnp.int32)
-    p = position[:, None] - back
-    column = jnp.maximum(p, 0) // page_rows
-    page = metadata.block_table.at[request[:, None], column].get(mode="fill", fill_value=-1)
-    present = (p >= 0) & (page >= 0) & (page < pages)
-    rows = state_cache.at[jnp.where(present, page, pages), p % page_rows].get(mode="fill", fill_value=0)
+    present = (slots >= 0) & (slots // page_rows < pages)
+    if pages:
+        rows = state_cache.at[jnp.where(present, slots // page_rows, pages), slots % page_rows]
+        rows = rows.get(mode="fill", fill_value=0)
+    else:
+        rows = jnp.zeros((*slots.shape, 2 * w), jnp.float32)
     kv, score = _halves(rows, config)
     if kv_score is not None and kv_score.shape[0]:
-        start = jnp.take(metadata.query_start_loc, request, mode="fill", fill_value=0)
-        row = token[:, None] - back
-        in_batch = (p >= 0) & (row >= jnp.maximum(start, 0)[:, None])
-        batch_kv, batch_score = _halves(kv_score.at[jnp.where(in_batch, row, 0)].get(mode="clip"), config)
+        back = jnp.arange(config.window - 1, -1, -1, dtype=jnp.int32)
+        taken = row[:, None] - back
+        from_batch = (back < in_batch[:, None]) & (taken >= 0)
+        batch_kv, batch_score = _halves(kv_score.at[jnp.maximum(taken, 0)].get(mode="clip"), config)
         bias = ape.reshape(m, -1, d)
         bias = jnp.concatenate([bias[:, i] for i in range(w // d)])
-        kv = jnp.where(in_batch[..., None], batch_kv, kv)
-        score = jnp.where(in_batch[..., None], batch_score + bias, score)
-        present |= in_batch
+        kv = jnp.where(from_batch[..., None], batch_kv, kv)
+        score = jnp.where(from_batch[..., None], batch_score + bias, score)
+        present |= from_batch
     return kv, score, present
 
 

@@ -1,0 +1,85 @@
+"""Compiles every Triton kernel, as the ops launch it, for one GPU target; needs no GPU.
+
+`python tests/compile_kernels.py cuda 90 32` prints a line a kernel: name, binary's bytes. Run without TRITON_INTERPRET.
+"""
+
+import itertools
+import sys
+
+import jax
+import jax.numpy as jnp
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dsv4_jax import CompressorConfig, CompressorMetadata
+from dsv4_jax.common.ops import compress, compress_norm_rope_store, launch, save_partial_states
+
+TYPES = {"float32": "fp32", "bfloat16": "bf16", "int32": "i32", "uint8": "u8", "float8_e4m3fn": "fp8e4nv"}
+BINARY = {"cuda": "cubin", "hip": "hsaco"}
+
+
+def compile_launches(target: GPUTarget) -> dict:
+    """Binary sizes by kernel name and specialisation."""
+    compiled = {}
+
+    def record(kernel, grid, updates, scratch, num_warps, constants, args):
+        arrays = {**args, **scratch}
+        signature = {}
+        attributes = {}
+        for i, name in enumerate(kernel.arg_names):
+            if name in constants:
+                signature[name] = "constexpr"
+            elif isinstance(arrays[name], int):
+                signature[name] = "i32"
+            else:
+                signature[name] = "*" + TYPES[arrays[name].dtype.name]
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        key = (kernel.__name__, tuple(signature.items()), tuple(constants.items()), num_warps)
+        if key not in compiled:
+            source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+            binary = triton.compile(source, target=target, options={"num_warps": num_warps})
+            compiled[key] = len(binary.asm[BINARY[target.backend]])
+            print(kernel.__name__, constants.get("FORMAT", ""), constants.get("SAVE", ""), compiled[key], flush=True)
+        return tuple(args[name] for name in updates) + tuple(jnp.zeros(s.shape, s.dtype) for s in scratch.values())
+
+    launch._launch_gpu = record
+    for config in (
+        *map(CompressorConfig.csa, ("fp8_ds_mla", "bf16", "fp8")),
+        *map(CompressorConfig.hca, ("fp8_ds_mla", "bf16", "fp8")),
+        *map(CompressorConfig.indexer, ("indexer_fp8", "indexer_mxfp4")),
+    ):
+        first = config.cache_format in ("fp8_ds_mla", "indexer_fp8")
+        for dtype, save in itertools.product((jnp.float32, jnp.bfloat16), ("tail", "all") if first else ("tail",)):
+            jax.eval_shape(lambda c=config, d=dtype, s=save: _run(c, d, s))
+    return compiled
+
+
+def _run(config, dtype, save):
+    tokens = 256
+    metadata = CompressorMetadata.build(
+        config,
+        jnp.array([0, tokens]),
+        jnp.array([tokens]),
+        jnp.zeros((1, tokens // config.page_rows), jnp.int32),
+        jnp.zeros((1, 8), jnp.int32),
+        num_tokens=tokens,
+    )
+    kv_score = jnp.zeros((tokens, 2 * config.width), dtype)
+    kv, score = jnp.split(kv_score, 2, axis=1)
+    ape = jnp.zeros((config.compress_ratio, config.width))
+    states = jnp.zeros((8, config.page_rows, 2 * config.width))
+    cache = config.format.allocate(8, config.kv_page_rows)
+    norm, cos_sin = jnp.ones(config.head_dim, dtype), jnp.zeros((tokens, 64))
+    scale = jnp.float32(1) if config.format.needs_scale else None
+    rest = {"config": config, "platform": "cuda"}
+    save_partial_states.implement(kv, score, ape, metadata.positions, states, metadata.slot_mapping, platform="cuda")
+    compress_norm_rope_store.implement(states, cache, metadata, norm, cos_sin, scale, **rest)
+    return compress.implement(kv_score, ape, states, cache, metadata, norm, cos_sin, scale, save=save, **rest)
+
+
+if __name__ == "__main__":
+    backend, arch, warp_size = sys.argv[1:]
+    total = compile_launches(GPUTarget(backend, int(arch) if arch.isdigit() else arch, int(warp_size)))
+    assert total and all(total.values()), total
+    print(f"{len(total)} kernels compiled")
