@@ -26,7 +26,7 @@ def make_config(kind, cache_format, page_rows=None, kv_page_rows=None, **changes
 
 
 def metadata(batch, **changes):
-    """The op's metadata of a batch, from its slots."""
+    """The op's metadata of a batch, from its slots; `changes` to the plan afterwards."""
     names = ("positions", "token_to_req", "slot_mapping", "kv_slot_mapping", "block_table", "query_start_loc")
     built = CompressorMetadata.from_slots(batch.config, *(jnp.asarray(getattr(batch, name)) for name in names))
     return dataclasses.replace(built, **{k: jnp.asarray(v) for k, v in changes.items()})
@@ -104,6 +104,12 @@ def rows(batch, state, *, from_batch, meta=None, kv_pages=None):
     return oracle.compressed_rows(
         batch.config, state, meta or batch, batch.norm_weight, batch.cos_sin, kv_pages, **given
     )
+
+
+def without(exact, *tokens):
+    """The oracle's keys but for those of some tokens."""
+    keep = ~np.isin(exact.tokens, tokens)
+    return oracle.Rows(*(getattr(exact, f.name)[keep] for f in dataclasses.fields(exact)))
 
 
 def same_bytes(got, want):

@@ -151,7 +151,10 @@ def test_metadata_fields(op, field):
     given = arguments()
     value = getattr(given["metadata"], field)
     wrong = {"dtype": (value.astype(jnp.float32), TypeError, "float32"), "rank": (value[None], ValueError, "1")}
-    if field not in ("block_table", "closing", "saving"):
+    if value.ndim == 2:
+        if field != "block_table":
+            wrong["columns"] = (value[:, :-1], ValueError, str(value.shape[1] - 1))
+    else:
         wrong["length"] = (jnp.concatenate([value, value]), ValueError, str(2 * len(value)))
     for wrong_value, error, got in wrong.values():
         if field == "positions" and error is ValueError and wrong_value.ndim == 1:

@@ -25,12 +25,27 @@ def build(batch, **options):
 
 
 def entries(plan):
-    """A plan's entries, once it is seen that they are ascending, come first, and that the rest is -1."""
+    """A plan's rows, once it is seen that they are ascending, come first, and that the rest is -1."""
     plan = np.asarray(plan)
-    found = plan[plan >= 0]
-    np.testing.assert_array_equal(plan, np.concatenate([found, np.full(len(plan) - len(found), -1)]))
-    assert (np.diff(found) > 0).all()
+    found = plan[plan[:, 0] >= 0]
+    np.testing.assert_array_equal(plan, np.concatenate([found, np.full_like(plan[len(found) :], -1)]))
+    assert (np.diff(found[:, 0]) > 0).all()
     return found.tolist()
+
+
+def saved_rows(meta):
+    return [row for row, _, _ in entries(meta.saving)]
+
+
+def window(batch, t):
+    """How many of a window's last rows are in the batch, and the state slots of all of it, -1 where there is none."""
+    config, r, p = batch.config, batch.token_to_req[t], int(batch.positions[t])
+    slots = []
+    for q in range(p - config.window + 1, p + 1):
+        column = q // config.page_rows
+        page = int(batch.block_table[r, column]) if 0 <= q and column < batch.block_table.shape[1] else -1
+        slots.append(page * config.page_rows + q % config.page_rows if 0 <= page < 2**30 else -1)
+    return min(t - int(batch.query_start_loc[r]) + 1, config.window), slots
 
 
 def check(batch, meta, rollback=0):
@@ -44,10 +59,21 @@ def check(batch, meta, rollback=0):
     for field in dataclasses.fields(meta):
         assert getattr(meta, field.name).dtype == jnp.int32
     tokens, requests = len(batch.positions), len(batch.block_table)
-    assert meta.closing.shape == (min(tokens, tokens // batch.config.compress_ratio + requests),)
-    assert entries(meta.closing) == [t for t in batch.closing if batch.kv_slot_mapping[t] >= 0]
+    bound = min(tokens, tokens // batch.config.compress_ratio + requests)
+    assert meta.closing.shape == (bound, 4)
+    closing = [t for t in batch.closing if batch.kv_slot_mapping[t] >= 0]
+    windows = [window(batch, t) for t in closing]
+    assert entries(meta.closing) == [
+        [t, batch.positions[t], batch.kv_slot_mapping[t], count] for t, (count, _) in zip(closing, windows, strict=True)
+    ]
+    slots = np.full((bound, batch.config.window), -1)
+    if closing:
+        slots[: len(closing)] = [s for _, s in windows]
+    np.testing.assert_array_equal(meta.window_slots, slots)
     keep = oracle.saving(batch.config, batch.query_start_loc, batch.seq_lens, rollback=rollback)
-    assert entries(meta.saving) == [t for t in keep if batch.slot_mapping[t] >= 0]
+    assert entries(meta.saving) == [
+        [t, batch.positions[t], batch.slot_mapping[t]] for t in keep if batch.slot_mapping[t] >= 0
+    ]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -100,21 +126,21 @@ def test_under_jit_new_values_do_not_compile_again():
 def test_what_is_saved_by_hand():
     """CSA, m = 4, one request of 10 tokens: the open window is 8-9, before it 4-7."""
     batch = random_batch(np.random.default_rng(0), ops.make_config("csa", "bf16"), sizes=[(0, 10)], padding=0)
-    assert entries(build(batch).saving) == [4, 5, 6, 7, 8, 9]
-    assert entries(build(batch, rollback=2).saving) == [4, 5, 6, 7, 8, 9]
-    assert entries(build(batch, rollback=3).saving) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert saved_rows(build(batch)) == [4, 5, 6, 7, 8, 9]
+    assert saved_rows(build(batch, rollback=2)) == [4, 5, 6, 7, 8, 9]
+    assert saved_rows(build(batch, rollback=3)) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     whole = random_batch(np.random.default_rng(0), ops.make_config("csa", "bf16"), sizes=[(4, 8)], padding=0)
-    assert entries(build(whole).saving) == [4, 5, 6, 7]  # positions 8-11
-    assert entries(build(whole, rollback=1).saving) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert saved_rows(build(whole)) == [4, 5, 6, 7]  # positions 8-11
+    assert saved_rows(build(whole, rollback=1)) == [0, 1, 2, 3, 4, 5, 6, 7]
     long = random_batch(np.random.default_rng(0), ops.make_config("hca", "bf16"), sizes=[(0, 130), (0, 128)], padding=0)
-    assert entries(build(long).saving) == [128, 129]  # without overlap nothing before the open window is needed
+    assert saved_rows(build(long)) == [128, 129]  # without overlap nothing before the open window is needed
 
 
 def test_empty():
     config = ops.make_config("csa", "bf16")
     none = np.zeros((0, 3), np.int32)
     meta = CompressorMetadata.build(config, np.zeros(1, np.int32), np.zeros(0, np.int32), none, none, num_tokens=0)
-    assert all(getattr(meta, k).shape == (0,) for k in ("positions", "closing", "saving"))
+    assert all(len(getattr(meta, k)) == 0 for k in ("positions", "closing", "window_slots", "saving"))
     meta = CompressorMetadata.build(config, np.zeros(1, np.int32), np.zeros(0, np.int32), none, none, num_tokens=5)
     for name in ("slot_mapping", "kv_slot_mapping", "closing", "saving"):
         assert (np.asarray(getattr(meta, name)) == -1).all(), name
@@ -138,7 +164,8 @@ def test_int64_indices_beyond_int32_stay_outside():
         page = int(meta.block_table[0, 0])
         assert page < 0 or page >= len(batch.state)
         _, cache = ops.compress(batch, meta, implementation="xla")
-        exact = ops.rows(batch, batch.state, from_batch=True, meta=meta)
+        exact = ops.rows(batch, batch.state, from_batch=True)
+        exact = ops.without(exact, 3)
         assert exact.tokens.tolist() == [7, 11]
         oracle.assert_same_cache(cache, batch.cache, exact, batch.config)
 
@@ -147,5 +174,5 @@ def test_is_one_pytree():
     batch = random_batch(np.random.default_rng(0), ops.make_config("csa", "bf16"))
     meta = build(batch)
     leaves, tree = jax.tree.flatten(meta)
-    assert len(leaves) == 8
+    assert len(leaves) == 9
     assert isinstance(jax.tree.unflatten(tree, leaves), CompressorMetadata)

@@ -256,32 +256,79 @@ def test_empty_calls(implementation):
 
 
 def test_wrong_data_writes_nothing(implementation):
-    """Batch rows, requests, slots and positions outside their arrays; a plan that names tokens that close nothing."""
+    """Requests, slots and positions outside their arrays."""
     config = ops.make_config("csa", "fp8_ds_mla", 3, 5)
     batch = random_batch(np.random.default_rng(3), config, sizes=[(0, 40)], padding=0, padded_requests=0)
-    changed = {k: getattr(batch, k).copy() for k in ("positions", "token_to_req", "kv_slot_mapping")}
-    rows = len(batch.cache) * 5
-    changed["kv_slot_mapping"][[3, 7, 11]] = [rows, -7, 2**31 - 1]
-    changed["token_to_req"][[15, 19]] = [1, -1]
-    changed["positions"][[23, 27]] = [39 + 4, 2**31 - 1]  # past the table of cos and sin, which has 40 rows
-    closing = np.array([3, -1, 7, 11, 15, 19, 23, 27, 31, 30, 32, 40, 44, -4, 2**31 - 1, -(2**31), 35], np.int32)
-    meta = ops.metadata(batch, **changed, closing=closing)
-    exact = ops.rows(batch, batch.state, from_batch=True, meta=meta)
-    assert exact.tokens.tolist() == [31, 35]
-    _, cache = ops.compress(batch, meta, implementation=implementation)
-    oracle.assert_same_cache(cache, batch.cache, exact, config)
+    batch.kv_slot_mapping[[3, 7, 11]] = [len(batch.cache) * 5, -7, 2**31 - 1]
+    batch.token_to_req[[15, 19]] = [1, -1]
+    batch.positions[[23, 27]] = [39 + 4, 2**31 - 1]  # past the table of cos and sin, which has 40 rows
+    for cache, state, from_batch in (
+        (ops.compress(batch, implementation=implementation)[1], batch.state, True),
+        (ops.store(batch, ops.saved(batch), implementation=implementation), ops.saved(batch), False),
+    ):
+        exact = ops.rows(batch, state, from_batch=from_batch)
+        assert exact.tokens.tolist() == [31, 35, 39]
+        oracle.assert_same_cache(cache, batch.cache, exact, config)
 
+
+# Changes to the plan's entry of batch row 11, position 11: (column, value).
+WRONG_ENTRIES = {
+    "row past the batch": (0, 40),
+    "row far past the batch": (0, 2**31 - 1),
+    "row before the batch": (0, -(2**31)),
+    "position closes nothing": (1, 10),
+    "position before 0": (1, -1),
+    "position past the table": (1, 43),
+    "position far past the table": (1, 2**31 - 1),
+    "slot past the cache": (2, None),
+    "slot far past the cache": (2, 2**31 - 1),
+    "slot before the cache": (2, -(2**31)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_ENTRIES)
+def test_a_wrong_entry_of_the_plan_writes_nothing(wrong, implementation):
+    config = ops.make_config("csa", "fp8_ds_mla", 3, 5)
+    batch = random_batch(np.random.default_rng(3), config, sizes=[(0, 40)], padding=0, padded_requests=0)
+    column, value = WRONG_ENTRIES[wrong]
+    closing = np.array(ops.metadata(batch).closing)
+    assert closing[2, :2].tolist() == [11, 11]
+    closing[2, column] = len(batch.cache) * 5 if value is None else value
+    meta = ops.metadata(batch, closing=closing)
+    for cache, state, from_batch in (
+        (ops.compress(batch, meta, implementation=implementation)[1], batch.state, True),
+        (ops.store(batch, ops.saved(batch), meta, implementation=implementation), ops.saved(batch), False),
+    ):
+        exact = ops.without(ops.rows(batch, state, from_batch=from_batch), 11)
+        assert len(exact.slots) == 9
+        oracle.assert_same_cache(cache, batch.cache, exact, config)
+
+
+def test_window_slots_outside_the_state_are_absent(implementation):
+    """As if the block table had no such page."""
+    config = ops.make_config("csa", "bf16", 1, 4)
+    batch = random_batch(np.random.default_rng(1), config, sizes=[(0, 8)], padding=0, padded_requests=0)
     state = ops.saved(batch)
-    cache = ops.store(batch, state, meta, implementation=implementation)
-    exact = ops.rows(batch, state, from_batch=False, meta=meta)
-    assert exact.tokens.tolist() == [31, 35]
-    oracle.assert_same_cache(cache, batch.cache, exact, config)
+    table = batch.block_table.copy()
+    table[0, [1, 2, 5]] = -1
+    exact = ops.rows(dataclasses.replace(batch, block_table=table), state, from_batch=False)
+    slots = np.array(ops.metadata(batch).window_slots)
+    for outside in ([len(state), -2, 2**31 - 1], [-(2**31), len(state) + 5, -1]):
+        changed = slots.copy()
+        changed[1, [1, 2, 5]] = outside  # the window of positions 0-7
+        changed[0, [4 + 1, 4 + 2]] = outside[:2]  # that of positions 0-3
+        cache = ops.store(batch, state, ops.metadata(batch, window_slots=changed), implementation=implementation)
+        oracle.assert_same_cache(cache, batch.cache, exact, config)
 
 
 def test_a_plan_with_wrong_rows_saves_only_real_ones(implementation):
     batch = random_batch(np.random.default_rng(3), ops.make_config("csa", "fp8_ds_mla"), sizes=[(0, 11)], padding=2)
-    saving = np.array([9, 13, -1, 2**31 - 1, -(2**31), 2, 12], np.int32)
-    state, _ = ops.compress(batch, ops.metadata(batch, saving=saving), implementation=implementation)
+    outside = batch.state.shape[0] * batch.state.shape[1]
+    slot = batch.slot_mapping
+    saving = [[9, 9, slot[9]], [13, 3, slot[3]], [-1, 3, slot[3]], [2**31 - 1, 3, slot[3]], [-(2**31), 3, slot[3]]]
+    saving += [[2, 2, slot[2]], [4, 4, outside], [5, 5, -3], [6, 6, 2**31 - 1], [7, -1, slot[7]]]
+    meta = ops.metadata(batch, saving=np.array(saving, np.int32))
+    state, _ = ops.compress(batch, meta, implementation=implementation)
     ops.same_bytes(state, ops.saved(batch, tokens=[9, 2]))
 
 

@@ -221,14 +221,13 @@ def test_triton_on_the_cpu_without_its_interpreter_says_what_to_do():
 
 
 def test_int64_indices(implementation):
-    batch, _ = arguments()
+    batch, narrow = arguments()
     with jax.enable_x64(True):
         names = ("positions", "token_to_req", "slot_mapping", "kv_slot_mapping", "block_table", "query_start_loc")
         wide = {n: jnp.asarray(getattr(batch, n).astype(np.int64)) for n in names}
         assert wide["positions"].dtype == jnp.int64
-        closing = jnp.asarray(batch.closing.astype(np.int64))
-        saving = oracle.saving(batch.config, batch.query_start_loc, batch.seq_lens)
-        meta = dsv4_jax.CompressorMetadata(**wide, closing=closing, saving=jnp.asarray(np.array(saving, np.int64)))
+        plan = {n: jnp.asarray(np.asarray(getattr(narrow, n), np.int64)) for n in ("closing", "window_slots", "saving")}
+        meta = dsv4_jax.CompressorMetadata(**wide, **plan)
         state, cache = ops.compress(batch, meta, implementation=implementation)
         ops.same_bytes(state, ops.tail(batch))
         exact = ops.rows(batch, batch.state, from_batch=True)
