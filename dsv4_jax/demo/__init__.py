@@ -1,0 +1,1 @@
+"""`python -m dsv4_jax demo`: a text through all compressors, every stored byte checked."""
