@@ -66,7 +66,7 @@ class Progress:
 
     def __init__(self, total: int, stream=None):
         self.total, self.done = total, 0
-        self.stream = stream or sys.stdout
+        self.stream = sys.stdout if stream is None else stream
         self.terminal = self.stream.isatty()
 
     def step(self, label: str) -> None:

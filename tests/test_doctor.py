@@ -1,0 +1,189 @@
+"""The doctor: its report with packages faked, and its exit code."""
+
+import importlib
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax
+import pytest
+
+from dsv4_jax import doctor, platforms
+from dsv4_jax.__main__ import main
+
+GOOD = {
+    "jax": "0.11.2",
+    "jaxlib": "0.11.2",
+    "numpy": "2.5.5",
+    "ml_dtypes": "0.6.0",
+    "jax-triton": "0.4.1",
+    "triton": "3.8.0",
+    "torch": "2.14.1",
+    "nvidia-cutlass-dsl": "4.8.1",
+    "flax": "0.12.12",
+}
+CORE = {name: GOOD[name] for name in ("jax", "jaxlib", "numpy", "ml_dtypes")}
+
+
+@pytest.fixture
+def report(monkeypatch, capsys):
+    """Runs the doctor with these packages on this platform; returns its exit code and its words."""
+    for name in ("DSV4_JAX_IMPLEMENTATION", "TRITON_INTERPRET"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(packages, platform="cpu", torch_has_gpu=True):
+        monkeypatch.setattr(platforms, "installed", packages.get)
+        monkeypatch.setattr(doctor, "jax_platform", lambda: platform)
+        monkeypatch.setattr(doctor, "_torch_has_gpu", lambda: torch_has_gpu)
+        if platform != "cpu":  # there is none here to try the kernels on
+            monkeypatch.setattr(doctor, "_failure", lambda *_: None)
+        code = main(["doctor"])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def rows(out):
+    """Of each op: what the table says of xla, triton, cutedsl, and what the switch takes."""
+    return {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.split()[:1] and
+            line.split()[0] in doctor.ops()}  # fmt: skip
+
+
+def test_ops():
+    assert doctor.ops() == ["compress", "compress_norm_rope_store", "save_partial_states"]
+
+
+def test_only_jax_and_numpy(report):
+    code, out = report(CORE)
+    assert code == 0 and "No problem found." in out
+    assert all(row[:2] == ["yes", "no"] and row[3] == "xla" for row in rows(out).values())
+    assert "triton is not installed; install dsv4-jax[cuda13]" in out
+    versions = dict(line.split()[:2] for line in out.split("\n\n")[0].splitlines())
+    assert versions["jax"] == "0.11.2" and versions["torch"] == versions["flax"] == "-"
+    assert versions["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+def test_gpu(report, platform):
+    code, out = report(GOOD, platform)
+    assert code == 0 and "No problem found." in out
+    table = rows(out)
+    assert list(table) == doctor.ops()
+    for op, row in table.items():
+        assert row[:2] == ["yes", "yes"] and row[3] == platforms.choose(op, platform)
+        assert row[2] == "-" or (row[2] == "yes") == (platform == "cuda")
+
+
+def test_tpu(report):
+    code, out = report(GOOD, "tpu")
+    assert code == 0 and all(row[:2] == ["yes", "no"] for row in rows(out).values())
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"jax": "0.12.0.1"}, "jax 0.12.0.1 with jax-triton 0.4.1 are installed"),
+        ({"triton": "3.6.0"}, "triton 3.6.0 with jax-triton 0.4.1 are installed"),
+    ],
+)
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_bad_pairs(report, changed, said, platform):
+    code, out = report(GOOD | changed, platform)
+    assert code == 1 and f"PROBLEM  {said}" in out
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+def test_torch_without_gpu(report, platform):
+    code, out = report(GOOD, platform, torch_has_gpu=False)
+    assert code == 0 and "PROBLEM  JAX has a GPU and torch has none" in out
+    assert "torch has none" not in report(CORE, platform, torch_has_gpu=False)[1]
+    assert "torch has none" not in report(GOOD, "cpu", torch_has_gpu=False)[1]
+
+
+def test_cutlass_dsl_for_cuda_13(report):
+    cuda13 = GOOD | {"jax-cuda13-plugin": "0.11.2"}
+    code, out = report(cuda13, "cuda")
+    assert code == 0 and "PROBLEM  JAX is for CUDA 13, CuTeDSL is not: pip install nvidia-cutlass-dsl-libs-cu13" in out
+    assert "No problem found." in report(cuda13 | {"nvidia-cutlass-dsl-libs-cu13": "4.8.1"}, "cuda")[1]
+    assert "No problem found." in report(GOOD | {"jax-cuda12-plugin": "0.11.2"}, "cuda")[1]
+
+
+def test_without_jax(monkeypatch, capsys):
+    monkeypatch.setattr(platforms, "installed", {"numpy": "2.5.5"}.get)
+    monkeypatch.setitem(sys.modules, "jax", None)
+    assert doctor.main() == 1
+    out = capsys.readouterr().out
+    assert "PROBLEM  JAX does not start: ModuleNotFoundError: import of jax halted" in out
+
+
+def test_backend_that_does_not_start(monkeypatch, capsys):
+    def fail():
+        raise RuntimeError("Unable to initialize backend 'cuda': no driver\nand more")
+
+    monkeypatch.setattr(jax, "default_backend", fail)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "PROBLEM  JAX does not start: RuntimeError: Unable to initialize backend 'cuda': no driver" in out
+    assert "and more" not in out
+
+
+def test_xla_that_fails(report, monkeypatch):
+    reference = importlib.import_module("dsv4_jax.common.reference.save_partial_states")
+
+    def fail(*_, **__):
+        raise RuntimeError("no compiler")
+
+    jax.clear_caches()
+    monkeypatch.setattr(reference, "store_states", fail)
+    code, out = report(CORE)
+    assert code == 1 and "PROBLEM  xla should run here but does not: RuntimeError: no compiler" in out
+
+
+def test_default_implementation(report, monkeypatch):
+    monkeypatch.setenv("DSV4_JAX_IMPLEMENTATION", "xla")
+    code, out = report(CORE)
+    assert code == 0 and "DSV4_JAX_IMPLEMENTATION=xla overrides the switch." in out
+
+
+def test_bad_default_implementation(report, monkeypatch):
+    monkeypatch.setenv("DSV4_JAX_IMPLEMENTATION", "cuda")
+    assert "PROBLEM  DSV4_JAX_IMPLEMENTATION is 'cuda'" in report(CORE)[1]
+
+
+@pytest.mark.parametrize(
+    ("backend", "version", "want"),
+    [("cpu", "", "cpu"), ("gpu", "cuda 13000", "cuda"), ("gpu", "rocm 70100", "rocm"), ("tpu", "", "tpu")],
+)
+def test_jax_platform(monkeypatch, backend, version, want):
+    client = types.SimpleNamespace(platform_version=f"PJRT C API\n{version}")
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(client=client)])
+    assert doctor.jax_platform() == want
+
+
+def test_imports_nothing_optional(tmp_path):
+    """With every optional package hidden, in a process of its own."""
+    (tmp_path / "hide.py").write_text(
+        "import runpy, sys\n"
+        "for name in ('torch', 'triton', 'jax_triton', 'cutlass', 'flax', 'matplotlib', 'safetensors'):\n"
+        "    sys.modules[name] = None\n"
+        "sys.argv = ['dsv4_jax', 'doctor']\n"
+        "runpy.run_module('dsv4_jax', run_name='__main__')\n"
+    )
+    root = Path(__file__).parent.parent
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(root)}
+    command = [sys.executable, tmp_path / "hide.py"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "No problem found." in done.stdout and not done.stderr
+
+
+def test_bench_gets_its_own_arguments(monkeypatch):
+    got = []
+    bench = types.ModuleType("dsv4_jax.bench.run")
+    bench.main = got.append
+    monkeypatch.setitem(sys.modules, "dsv4_jax.bench.run", bench)
+    assert main(["bench", "--help", "x"]) == 0
+    assert got == [["--help", "x"]]
