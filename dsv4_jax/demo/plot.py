@@ -42,7 +42,7 @@ def plot(verdicts: dict, lengths: list[int], output: str) -> None:
         row[0].set_ylabel(f"{name}\nkeys 0-{shown - 1} of {len(verdict.exact)}" if shown else name, fontsize=11)
         titles = (f"cache, {config.cache_format}", "exact, float64", "error as a fraction of the allowed rounding")
         for panel, title in zip(row, titles, strict=True):
-            panel.set_title(title, fontsize=11, loc="left")
+            panel.set_title(title, fontsize=11, loc="left", pad=9)
         for panel, image in ((row[1], keys), (row[2], error)):
             bar = figure.colorbar(image, ax=panel, pad=0.01, aspect=18)
             bar.ax.tick_params(labelsize=8)
