@@ -17,9 +17,12 @@ from hypothesis import strategies as st
 
 import dsv4_jax
 
-# Rows of a state page and of a cache page, for each compressor: the models', and others that divide nothing.
-PAGES = {"csa": [(4, 64), (1, 1)], "hca": [(7, 3)], "indexer": [(4, 64), (5, 1)]}
-PAGED = [(kind, fmt, *pages) for kind, fmt in ops.COMPRESSORS for pages in PAGES[kind]]
+# Every format in the model's pages (HCA: in odd ones), and two more in pages that divide nothing.
+PAGED = [
+    *((kind, fmt, *{"csa": (4, 64), "hca": (7, 3), "indexer": (4, 64)}[kind]) for kind, fmt in ops.COMPRESSORS),
+    ("csa", "fp8_ds_mla", 1, 1),
+    ("indexer", "indexer_mxfp4", 5, 1),
+]
 SIZES = {"csa": {"tokens": 27}, "indexer": {"tokens": 27}, "hca": {"tokens": 280, "requests": 2}}
 
 
@@ -116,12 +119,12 @@ def small(kind, fmt, page_rows, kv_page_rows):
     return ops.make_config(kind, fmt, page_rows, kv_page_rows)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     seed=st.integers(0, 2**32 - 1),
     kind=st.sampled_from(KINDS),
     compressor=st.sampled_from([("csa", "fp8_ds_mla"), ("csa", "bf16"), ("indexer", "indexer_mxfp4")]),
-    pages=st.sampled_from([(4, 64), (2, 3)]),
+    pages=st.just((2, 3)),
     holes=st.booleans(),
     magnitudes=st.booleans(),
     save=st.sampled_from(["tail", "all"]),
@@ -202,7 +205,7 @@ def test_every_cut(kind, fmt, length, implementation):
         oracle.assert_same_cache(cache, whole.cache, exact, whole.config)
 
 
-@pytest.mark.parametrize("cut", [1, 127, 128, 129, 256])
+@pytest.mark.parametrize("cut", [1, 127, 128, 256])
 def test_every_cut_of_long_windows(cut, implementation):
     length = 260
     whole = sequence(ops.make_config("hca", "fp8_ds_mla", 8, 2), length)
@@ -212,8 +215,7 @@ def test_every_cut_of_long_windows(cut, implementation):
     oracle.assert_same_cache(cache, whole.cache, exact, whole.config)
 
 
-@pytest.mark.parametrize("rollback", [1, 3, 6])
-@pytest.mark.parametrize("kind", ["csa", "indexer"])
+@pytest.mark.parametrize(("kind", "rollback"), [("csa", 3), ("indexer", 1), ("indexer", 6)])
 def test_rollback(kind, rollback, implementation):
     """A draft of `rollback` tokens is taken back, and other tokens come: the keys are as if it had never been."""
     whole = sequence(ops.make_config(kind, ops.FORMATS[kind][0], 3, 2), 24)
