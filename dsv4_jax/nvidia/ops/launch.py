@@ -1,0 +1,145 @@
+"""Compiles CuTeDSL kernels, once a key, while an op is lowered; launches them on the tensors of a running program."""
+
+import ctypes
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute.runtime import make_fake_stream
+
+from dsv4_jax.nvidia.ops import support
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """All that a kernel is specialised for; with the kernel and the target it is the key of the compiled function.
+
+    Numbers of tokens, windows, pages and requests are not in it: they are arguments.
+
+    Attributes:
+      ratio, overlap, head_dim, rope_dim, eps, page_rows, kv_page_rows: of the `CompressorConfig`.
+      format: of the cache, or "compressed": float32 rows before RMSNorm, by window.
+      page_bytes: of a cache page.
+      dtype: of `kv_score`, or None: every row comes from the state cache.
+      norm_dtype: of the norm weight.
+      save: "tail", "all" or "none".
+    """
+
+    ratio: int
+    overlap: bool
+    head_dim: int
+    rope_dim: int
+    eps: float
+    page_rows: int
+    kv_page_rows: int
+    format: str
+    page_bytes: int
+    dtype: str | None
+    norm_dtype: str
+    save: str
+
+    @property
+    def window(self) -> int:
+        return self.ratio * (2 if self.overlap else 1)
+
+    @property
+    def width(self) -> int:
+        return self.head_dim * (2 if self.overlap else 1)
+
+    @property
+    def from_batch(self) -> bool:
+        return self.dtype is not None
+
+
+class Arguments(NamedTuple):
+    """What a kernel is launched with: addresses (0: not used), lengths, and how many programs walk the windows."""
+
+    closing: Int64
+    window_slots: Int64
+    kv_score: Int64
+    ape: Int64
+    state_cache: Int64
+    saving: Int64
+    positions: Int64
+    slot_mapping: Int64
+    kv_cache: Int64
+    norm_weight: Int64
+    cos_sin: Int64
+    kv_scale: Int64
+    compressed: Int64
+    tokens: Int32
+    state_pages: Int32
+    kv_pages: Int32
+    table_rows: Int32
+    windows: Int32
+    saved: Int32
+    programs: Int32
+    blocks: Int32
+
+
+ARRAYS = tuple(name for name, kind in Arguments.__annotations__.items() if kind is Int64)
+
+
+@functools.cache
+def compiled(kernel, shape: Shape, arch: str):
+    """The function `kernel(arguments, stream)` for one target. Needs no GPU; takes about a second."""
+    nothing = Arguments(*(kind(0) for kind in Arguments.__annotations__.values()))
+    return cute.compile(kernel, nothing, make_fake_stream(), shape, options=f"--gpu-arch {arch}")
+
+
+@functools.cache
+def loaded(kernel, shape: Shape, arch: str):
+    """The compiled function with its code on every GPU of this process."""
+    try:
+        return compiled(kernel, shape, arch).to()
+    except Exception as error:
+        error.add_note(
+            f"The CuTeDSL kernel for {arch} could not be loaded. Installed: {support.installed()}; the cu13 libraries "
+            "are for CUDA 13, the cu12 ones for CUDA 12. implementation='triton' does without them"
+        )
+        raise
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A callable of tensors, named by `names` in their order: launches a compiled kernel on torch's current stream.
+
+    May run while a CUDA graph is recorded: it reads addresses, and nothing else.
+    """
+
+    kernel: object
+    shape: Shape
+    arch: str
+    names: tuple[str, ...]
+    numbers: tuple[tuple[str, int], ...]
+
+    @property
+    def __name__(self) -> str:
+        return self.kernel.__name__
+
+    def __post_init__(self):
+        object.__setattr__(self, "_function", loaded(self.kernel, self.shape, self.arch))
+        fields = Arguments._fields
+        object.__setattr__(self, "_where", tuple(fields.index(name) for name in self.names))
+        values = [0] * (len(fields) + 1)
+        for name, number in self.numbers:
+            values[fields.index(name)] = number
+        object.__setattr__(self, "_values", tuple(values))
+
+    def __call__(self, *tensors) -> None:
+        import torch
+
+        # Every argument in eight bytes of one array, the stream last. Calling the compiled function with Python
+        # objects instead would convert them one by one, at several microseconds each.
+        values = (ctypes.c_int64 * len(self._values))(*self._values)
+        for i, tensor in zip(self._where, tensors, strict=True):
+            values[i] = tensor.data_ptr()
+        values[-1] = torch.cuda.current_stream().cuda_stream
+        first = ctypes.addressof(values)
+        self._function.run_compiled_program([first + 8 * i for i in range(len(values))])
+
+
+STREAM = cuda.CUstream

@@ -1,0 +1,362 @@
+"""The head_dim 512 compressors (CSA, HCA) in CuTeDSL for NVIDIA GPUs of compute capability 9.0 and newer.
+
+Short windows (CSA): a CTA of 128 threads holds a whole window in registers, four channels a thread, and stores its key.
+Long ones (HCA): a cluster of eight CTAs shares a window, 64 channels each, which is also a block of the fp8 format; all
+that they need from one another is the sum of squares for RMSNorm, which goes through distributed shared memory. So
+either way one launch goes from scores to bytes. The CTAs after those of the windows save states.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import jax
+import jax.numpy as jnp
+from cutlass import Float32, Int32, Int64
+
+import bridge
+from dsv4_jax.nvidia.ops import launch, support
+from dsv4_jax.nvidia.ops.launch import Arguments, Shape
+from dsv4_jax.nvidia.ops.memory import load, load4, select, store4, store_in_peer
+from dsv4_jax.nvidia.ops.norm_rope import load_factors, norm_rope, sum_of_squares
+from dsv4_jax.nvidia.ops.quantise_store import store_key
+from dsv4_jax.nvidia.ops.window import (
+    Sum,
+    join,
+    load_window,
+    plan_entry,
+    quotient,
+    save_rows,
+    shuffled,
+    softmax_sum,
+)
+
+SHORT_THREADS = 128  # of a short window: four channels each
+SHORT_WINDOW = 16  # rows that a thread's registers hold
+LONG_THREADS = 256  # of an eighth of a long window: sixteen threads a row
+CLUSTER = 8  # CTAs of a long window: 64 channels each
+WARPS = LONG_THREADS // 32
+GROUPS = LONG_THREADS // 16  # rows that are read at once
+
+
+def run(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, save):
+    """Launches one kernel; without `kv_score` every row of a window comes from the state cache.
+
+    Args: those of `dsv4_jax.compress`, and save="none".
+
+    Returns:
+      The state cache and the cache.
+    """
+    tokens = metadata.positions.shape[0]
+    windows = metadata.closing.shape[0] if kv_cache.shape[0] and cos_sin.shape[0] else 0
+    saved = {"all": tokens, "tail": metadata.saving.shape[0], "none": 0}[save] if state_cache.shape[0] else 0
+    if windows + saved == 0:
+        return state_cache, kv_cache
+    arrays = {"state_cache": state_cache}
+    if windows:
+        arrays |= {"closing": metadata.closing, "window_slots": metadata.window_slots}
+        arrays |= {"kv_cache": kv_cache, "norm_weight": norm_weight, "cos_sin": cos_sin}
+        if kv_scale is not None:
+            arrays["kv_scale"] = kv_scale
+    if kv_score is not None:
+        arrays |= {"kv_score": kv_score, "ape": ape}
+    if saved and save == "tail":
+        arrays["saving"] = metadata.saving
+    elif saved:
+        arrays |= {"positions": metadata.positions, "slot_mapping": metadata.slot_mapping}
+    shape = _shape(config, kv_cache, kv_score, norm_weight, save)
+    updates = [name for name, does in (("state_cache", saved), ("kv_cache", windows)) if does]
+    long = config.window > SHORT_WINDOW
+    per_program = CLUSTER * _saved_by_cta(shape, LONG_THREADS) if long else _saved_by_cta(shape)
+    numbers = {
+        **_lengths(metadata, state_cache, kv_cache, cos_sin),
+        "windows": windows,
+        "saved": saved,
+        "programs": windows,
+        "blocks": (windows + -(-saved // per_program)) * (CLUSTER if long else 1),
+    }
+    results = dict(zip(updates, _call(_long if long else _short, shape, arrays, numbers, updates), strict=True))
+    return results.get("state_cache", state_cache), results.get("kv_cache", kv_cache)
+
+
+def fused_kv_compress_norm_rope_insert_sparse_attn_cutedsl(
+    state_cache, kv_cache, metadata, norm_weight, cos_sin, *, config, kv_scale=None
+):
+    """`dsv4_jax.compress_norm_rope_store` in one launch, for the windows of CSA and of HCA alike."""
+    _require(config)
+    args = None, None, state_cache, kv_cache, metadata, norm_weight, cos_sin, _scale(kv_scale)
+    return run(*args, config=config, save="none")[1]
+
+
+def compress_kv_sparse_attn_cutedsl(state_cache, metadata, *, config):
+    """The first of two launches: the softmax-sum over each closing window, before RMSNorm.
+
+    Args:
+      state_cache: `[pages, page_rows, 2W]` float32.
+      metadata: this step's `CompressorMetadata`.
+      config: the compressor.
+
+    Returns:
+      `[N, D]` float32, a row for each entry of `metadata.closing`; rows of entries that name no window are undefined.
+    """
+    _require(config)
+    windows = metadata.closing.shape[0]
+    compressed = jax.ShapeDtypeStruct((windows, config.head_dim), jnp.float32)
+    if windows == 0 or state_cache.shape[0] == 0:
+        return jnp.zeros(compressed.shape, compressed.dtype)
+    shape = _shape(config, None, None, None, "none")
+    arrays = {"closing": metadata.closing, "window_slots": metadata.window_slots, "state_cache": state_cache}
+    long = config.window > SHORT_WINDOW
+    numbers = {
+        "tokens": metadata.positions.shape[0],
+        "state_pages": state_cache.shape[0],
+        # What only the second launch has counts as endless.
+        "kv_pages": 2**31 - 1,
+        "table_rows": 2**31 - 1,
+        "windows": windows,
+        "programs": windows,
+        "blocks": windows * (CLUSTER if long else 1),
+    }
+    return _call(_long if long else _short, shape, arrays, numbers, [], compressed)[0]
+
+
+def norm_rope_insert_sparse_attn_cutedsl(
+    compressed, state_cache, kv_cache, metadata, norm_weight, cos_sin, *, config, kv_scale=None
+):
+    """The second of two launches: RMSNorm, RoPE, quantise, store.
+
+    Args:
+      compressed: as `compress_kv_sparse_attn_cutedsl` returns it.
+      state_cache: what it was made from; only its number of pages counts.
+      kv_cache, metadata, norm_weight, cos_sin, config, kv_scale: as of `dsv4_jax.compress_norm_rope_store`.
+
+    Returns:
+      The cache.
+    """
+    _require(config)
+    if not (metadata.closing.shape[0] and kv_cache.shape[0] and cos_sin.shape[0]):
+        return kv_cache
+    windows = metadata.closing.shape[0]
+    arrays = {
+        "closing": metadata.closing,
+        "window_slots": metadata.window_slots,
+        "compressed": compressed,
+        "kv_cache": kv_cache,
+        "norm_weight": norm_weight,
+        "cos_sin": cos_sin,
+    }
+    if kv_scale is not None:
+        arrays["kv_scale"] = _scale(kv_scale)
+    numbers = _lengths(metadata, state_cache, kv_cache, cos_sin) | {"windows": windows, "blocks": windows}
+    shape = _shape(config, kv_cache, None, norm_weight, "none")
+    return _call(_finish, shape, arrays, numbers, ["kv_cache"])[0]
+
+
+def compress_norm_rope_store_cutedsl(
+    state_cache, kv_cache, metadata, norm_weight, cos_sin, *, config, kv_scale=None
+):
+    """`dsv4_jax.compress_norm_rope_store(implementation="cutedsl")`; the kernel goes by the window's length."""
+    from dsv4_jax.common.reference.compress_norm_rope_store import compress_norm_rope_store
+
+    return compress_norm_rope_store(
+        state_cache, kv_cache, metadata, norm_weight, cos_sin, config=config, kv_scale=kv_scale,
+        implementation="cutedsl",
+    )  # fmt: skip
+
+
+def _call(kernel, shape, arrays, numbers, updates, out_type=None):
+    names = tuple(arrays)
+    aliases = {names.index(name): i for i, name in enumerate(updates)}
+    types = [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in updates]
+    if out_type is not None:
+        types.append(out_type)
+        names = (*names, "compressed")
+    function = launch.Launch(kernel, shape, support.gpu_arch(), names, tuple(numbers.items()))
+    return bridge.torch_call(function, *arrays.values(), out_type=tuple(types), input_output_aliases=aliases)
+
+
+def _require(config):
+    if why := support.why_not(config):
+        raise NotImplementedError(f"implementation='cutedsl': {why}")
+
+
+def _scale(kv_scale):
+    return jnp.float32(kv_scale) if isinstance(kv_scale, int | float) else kv_scale
+
+
+def _shape(config, kv_cache, kv_score, norm_weight, save):
+    page_bytes = 0
+    if kv_cache is not None:
+        page_bytes = kv_cache.shape[1] if config.format.packed else config.kv_page_rows * config.format.value_bytes
+    return Shape(
+        ratio=config.compress_ratio,
+        overlap=config.overlap,
+        head_dim=config.head_dim,
+        rope_dim=config.rope_head_dim,
+        eps=config.eps,
+        page_rows=config.page_rows,
+        kv_page_rows=config.kv_page_rows,
+        format="compressed" if kv_cache is None else config.cache_format,
+        page_bytes=page_bytes,
+        dtype=None if kv_score is None else kv_score.dtype.name,
+        norm_dtype="float32" if norm_weight is None else norm_weight.dtype.name,
+        save=save,
+    )
+
+
+def _lengths(metadata, state_cache, kv_cache, cos_sin):
+    return {
+        "tokens": metadata.positions.shape[0],
+        "state_pages": state_cache.shape[0],
+        "kv_pages": kv_cache.shape[0],
+        "table_rows": cos_sin.shape[0],
+    }
+
+
+def _saved_by_cta(shape, threads=SHORT_THREADS):
+    """Rows that a CTA saves: eight loads in flight in each thread."""
+    return 8 * 4 * threads // (2 * shape.width)
+
+
+@cute.jit
+def _short(a: Arguments, stream: launch.STREAM, shape: cutlass.Constexpr):
+    _short_kernel(a, shape).launch(grid=[a.blocks, 1, 1], block=[SHORT_THREADS, 1, 1], stream=stream)
+
+
+@cute.kernel
+def _short_kernel(a: Arguments, shape: cutlass.Constexpr):
+    thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+    if block < a.programs:
+        channel = thread * 4
+        kv = cute.make_rmem_tensor((shape.window, 4), Float32)
+        score = cute.make_rmem_tensor((shape.window, 4), Float32)
+        present = cute.make_rmem_tensor(1, Int32)
+        entry = plan_entry(a, block, shape)
+        if entry.valid:
+            if cutlass.const_expr(shape.format != "compressed"):
+                factors = load_factors(a, entry.position, channel, shape)
+            load_window(a, block, entry, (1, shape.window), Int32(0), channel, kv, score, present, shape)
+            c = quotient(softmax_sum(kv, score, shape.window))
+            if cutlass.const_expr(shape.format == "compressed"):
+                store4(a.compressed + (Int64(block) * shape.head_dim + channel) * 4, c)
+            else:
+                key = norm_rope(c, _sum_of_cta(sum_of_squares(c)), factors, shape)
+                store_key(a, key, channel, entry.slot, present[0] != 0, shape)
+    else:
+        count = _saved_by_cta(shape)
+        if cutlass.const_expr(shape.save != "none"):
+            save_rows(a, (block - a.programs) * count, count, thread, SHORT_THREADS, shape)
+
+
+def _sum_of_cta(squares):
+    """The sum of what the eight half-warps of a short window's CTA hold."""
+    shared = cute.make_tensor(cute.arch.alloc_smem(Float32, 8), cute.make_layout(8))
+    # All sixteen threads of a half-warp write the same value.
+    shared[cute.arch.thread_idx()[0] // 16] = squares
+    cute.arch.sync_threads()
+    total = shared[0]
+    for i in range(1, 8):
+        total = total + shared[i]
+    return total
+
+
+@cute.jit
+def _finish(a: Arguments, stream: launch.STREAM, shape: cutlass.Constexpr):
+    _finish_kernel(a, shape).launch(grid=[a.blocks, 1, 1], block=[SHORT_THREADS, 1, 1], stream=stream)
+
+
+@cute.kernel
+def _finish_kernel(a: Arguments, shape: cutlass.Constexpr):
+    """From a compressed window to its key; the second of two launches."""
+    thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+    channel = thread * 4
+    entry = plan_entry(a, block, shape)
+    if entry.valid:
+        factors = load_factors(a, entry.position, channel, shape)
+        c = load4(a.compressed + (Int64(block) * shape.head_dim + channel) * 4, True)
+        # Whether any row is there: each warp looks through all of them, as there is no other word of it.
+        found = cutlass.Boolean(False)
+        lane = thread % 32
+        for i in range(0, shape.window, 32):
+            listed = lane + i < shape.window
+            slot = load(a.window_slots + (Int64(block) * shape.window + i + lane) * 4, Int32, listed)
+            found = found | (listed & (slot >= 0) & (slot // shape.page_rows < a.state_pages))
+        key = norm_rope(c, _sum_of_cta(sum_of_squares(c)), factors, shape)
+        store_key(a, key, channel, entry.slot, cute.arch.vote_any_sync(found), shape)
+
+
+@cute.jit
+def _long(a: Arguments, stream: launch.STREAM, shape: cutlass.Constexpr):
+    _long_kernel(a, shape).launch(
+        grid=[a.blocks, 1, 1], block=[LONG_THREADS, 1, 1], cluster=[CLUSTER, 1, 1], stream=stream
+    )
+
+
+@cute.kernel
+def _long_kernel(a: Arguments, shape: cutlass.Constexpr):
+    thread, rank = cute.arch.thread_idx()[0], cute.arch.block_idx_in_cluster()
+    cluster = cute.arch.block_idx()[0] // CLUSTER
+    warp, lane, group = thread // 32, thread % 32, thread // 16
+    channel = rank * 64 + thread % 16 * 4
+    rows = shape.window // GROUPS
+    sums = cute.make_tensor(
+        cute.arch.alloc_smem(Float32, WARPS * 3 * 64, alignment=16), cute.make_layout((WARPS, 3, 64), stride=(192, 64, 1))
+    )
+    founds = cute.make_tensor(cute.arch.alloc_smem(Int32, WARPS), cute.make_layout(WARPS))
+    squares_at = cute.arch.alloc_smem(Float32, CLUSTER)
+    if cluster < a.programs:
+        entry = plan_entry(a, cluster, shape)
+        if entry.valid:
+            # A CTA's shared memory may be written to once the CTA has begun: waited for after the loads below.
+            if cutlass.const_expr(shape.format != "compressed"):
+                cute.arch.cluster_arrive_relaxed()
+                factors = load_factors(a, entry.position, channel, shape)
+            kv = cute.make_rmem_tensor((rows, 4), Float32)
+            score = cute.make_rmem_tensor((rows, 4), Float32)
+            present = cute.make_rmem_tensor(1, Int32)
+            load_window(a, cluster, entry, (GROUPS, rows), group, channel, kv, score, present, shape)
+
+            # Rows that a warp's two halves hold are joined in registers, those of warps in shared memory.
+            part = softmax_sum(kv, score, rows)
+            part = join(part, shuffled(part, 16))
+            if lane < 16:
+                for i in cutlass.range_constexpr(3):
+                    for j in cutlass.range_constexpr(4):
+                        sums[warp, i, lane * 4 + j] = part[i][j]
+            founds[warp] = Int32(cute.arch.vote_any_sync(present[0] != 0))
+            cute.arch.sync_threads()
+            if cutlass.const_expr(shape.format != "compressed"):
+                cute.arch.cluster_wait()
+            if warp == 0:
+                c, found = _joined(sums, founds, lane)
+                if cutlass.const_expr(shape.format == "compressed"):
+                    store4(a.compressed + (Int64(cluster) * shape.head_dim + channel) * 4, c, lane < 16)
+                else:
+                    store_in_peer(squares_at + rank, lane, sum_of_squares(c), lane < CLUSTER)
+                    cute.arch.cluster_arrive()
+                    cute.arch.cluster_wait()
+                    squares = Float32(0)
+                    for i in cutlass.range_constexpr(CLUSTER):
+                        squares = squares + (squares_at + i).load()
+                    key = norm_rope(c, squares, factors, shape)
+                    store_key(a, key, channel, entry.slot, found & (lane < 16), shape)
+            else:
+                if cutlass.const_expr(shape.format != "compressed"):
+                    # These must not leave before the peers have written here.
+                    cute.arch.cluster_arrive()
+                    cute.arch.cluster_wait()
+    else:
+        if cutlass.const_expr(shape.save != "none"):
+            count = _saved_by_cta(shape, LONG_THREADS)
+            first = ((cluster - a.programs) * CLUSTER + rank) * count
+            save_rows(a, first, count, thread, LONG_THREADS, shape)
+
+
+def _joined(sums, founds, lane):
+    """The four channels of a lane over all warps' rows, and whether any row is there."""
+    quad, half = lane % 16 * 4, lane // 16
+    total, found = None, founds[0]
+    for i in range(WARPS // 2):
+        part = Sum(*([sums[half * (WARPS // 2) + i, k, quad + j] for j in range(4)] for k in range(3)))
+        total = part if total is None else join(total, part)
+    for i in range(1, WARPS):
+        found = found | founds[i]
+    return quotient(join(total, shuffled(total, 16))), found != 0

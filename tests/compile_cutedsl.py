@@ -1,0 +1,79 @@
+"""Compiles every CuTeDSL kernel, as the ops launch it, for one GPU target; needs no GPU.
+
+`python tests/compile_cutedsl.py sm_90a` prints a line a kernel: its name, its key, seconds.
+"""
+
+import functools
+import os
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax import CompressorConfig, CompressorMetadata
+from dsv4_jax.nvidia.ops import compress, compress_norm_rope_store, launch
+from dsv4_jax.nvidia.ops import sparse_attn_compress_cutedsl as kernels
+
+# Compressor, cache format, dtype of kv_score (None: from the state cache alone), of the norm weight, what is saved.
+VARIANTS = [
+    (kind, *rest)
+    for kind in ("csa", "hca")
+    for rest in (
+        ("fp8_ds_mla", "float32", "float32", "tail"),
+        ("fp8_ds_mla", "bfloat16", "bfloat16", "all"),
+        ("fp8_ds_mla", None, "float32", "none"),
+        ("bf16", "float32", "bfloat16", "all"),
+        ("fp8", "bfloat16", "float32", "tail"),
+        ("compressed", None, "float32", "none"),  # the two launches
+    )
+]
+
+
+def main(arch: str) -> int:
+    """Compiles all variants; returns how many kernels that made."""
+    os.environ["CUTE_DSL_ARCH"] = arch
+    launch.loaded = announced
+    for variant in VARIANTS:
+        jax.eval_shape(functools.partial(trace, *variant))
+    return launch.compiled.cache_info().currsize
+
+
+def announced(kernel, shape, arch):
+    """What `launch.loaded` does, without a GPU to load the code on."""
+    start, known = time.perf_counter(), launch.compiled.cache_info().currsize
+    function = launch.compiled(kernel, shape, arch)
+    if launch.compiled.cache_info().currsize > known:
+        print(kernel.__name__, shape, arch, f"{time.perf_counter() - start:.1f} s", flush=True)
+    return function
+
+
+def trace(kind, fmt, dtype, norm_dtype, save, tokens=256):
+    """Runs an op's implementation on arrays without values."""
+    config = getattr(CompressorConfig, kind)("fp8_ds_mla" if fmt == "compressed" else fmt)
+    metadata = CompressorMetadata.build(
+        config,
+        jnp.array([0, tokens]),
+        jnp.array([tokens]),
+        jnp.zeros((1, tokens // config.page_rows), jnp.int32),
+        jnp.zeros((1, 8), jnp.int32),
+        num_tokens=tokens,
+    )
+    states = jnp.zeros((8, config.page_rows, 2 * config.width))
+    cache = config.format.allocate(8, config.kv_page_rows)
+    norm, cos_sin = jnp.ones(config.head_dim, norm_dtype), jnp.zeros((tokens, config.rope_head_dim))
+    scale = jnp.float32(1) if config.format.needs_scale else None
+    if fmt == "compressed":
+        rows = kernels.compress_kv_sparse_attn_cutedsl(states, metadata, config=config)
+        return kernels.norm_rope_insert_sparse_attn_cutedsl(
+            rows, states, cache, metadata, norm, cos_sin, config=config
+        )
+    args = states, cache, metadata, norm, cos_sin, scale
+    if dtype is None:
+        return compress_norm_rope_store.implement(*args, config=config, platform="cuda")
+    kv_score, ape = jnp.zeros((tokens, 2 * config.width), dtype), jnp.zeros((config.compress_ratio, config.width))
+    return compress.implement(kv_score, ape, *args, config=config, save=save, platform="cuda")
+
+
+if __name__ == "__main__":
+    print(f"{main(sys.argv[1])} kernels compiled")
