@@ -1,6 +1,7 @@
 """Which token goes where: one pytree for one compressor and one step, shared by all layers that use it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -76,26 +77,7 @@ class CompressorMetadata:
         kv_block_table = checks.integers("kv_block_table", kv_block_table, (requests, "K"))
         checks.at_least("num_tokens", num_tokens, 0)
 
-        token = jnp.arange(num_tokens, dtype=jnp.int32)
-        request = jnp.searchsorted(query_start_loc, token, side="right").astype(jnp.int32) - 1
-        real = (request >= 0) & (request < requests)
-        request = jnp.where(real, request, -1)
-        position = _take(seq_lens, request, 0) - (_take(query_start_loc[1:], request, 0) - token)
-        position = jnp.where(real, position, -1)
-        m = config.compress_ratio
-        closes = (position >= 0) & ((position + 1) % m == 0)
-        slots = _slots(block_table, request, position, config.page_rows)
-        kv_slots = _slots(kv_block_table, request, position // m, config.kv_page_rows)
-        return cls.from_slots(
-            config,
-            position,
-            request,
-            slots,
-            jnp.where(closes, kv_slots, -1),
-            block_table,
-            query_start_loc,
-            rollback=rollback,
-        )
+        return _build(config, query_start_loc, seq_lens, block_table, kv_block_table, num_tokens, rollback)
 
     @classmethod
     def from_slots(
@@ -125,36 +107,62 @@ class CompressorMetadata:
         query_start_loc = checks.integers("query_start_loc", query_start_loc, (requests + 1,))
         checks.at_least("rollback", rollback, 0)
 
-        m, n = config.compress_ratio, config.window
-        real = (positions >= 0) & (token_to_req >= 0) & (token_to_req < requests)
-        request = jnp.where(real, token_to_req, -1)
-
-        closes = real & ((positions + 1) % m == 0) & (kv_slot_mapping >= 0)
-        # Every request closes at most one window more than its tokens fill.
-        row, rows = _compact(closes, min(tokens, tokens // m + requests))
-        start = _take(query_start_loc, rows(request), 0)
-        in_batch = jnp.clip(row - jnp.maximum(start, 0) + 1, 0, jnp.minimum(n, rows(positions) + 1))
-        closing = [row, rows(positions), rows(kv_slot_mapping), in_batch]
-        window = rows(positions)[:, None] - jnp.arange(n - 1, -1, -1, dtype=jnp.int32)
-        window_slots = _slots(block_table, rows(request)[:, None], window, config.page_rows)
-
-        seq_lens = _take(positions, query_start_loc[1:] - 1, -1) + 1
-        needed = jnp.maximum(seq_lens - rollback, 0) // m * m - (m if config.overlap else 0)
-        needed = _take(needed, request, INT32_MAX)
-        most = requests * (m - 1 + (m if config.overlap else 0) + rollback)
-        row, rows = _compact(real & (positions >= needed) & (slot_mapping >= 0), min(tokens, most))
-        saving = [row, rows(positions), rows(slot_mapping)]
-        return cls(
-            positions,
-            token_to_req,
-            query_start_loc,
-            slot_mapping,
-            block_table,
-            kv_slot_mapping,
-            jnp.where(closing[0] >= 0, jnp.stack(closing), -1).T,
-            jnp.where(closing[0][:, None] >= 0, window_slots, -1),
-            jnp.where(row >= 0, jnp.stack(saving), -1).T,
+        return _from_slots(
+            config, positions, token_to_req, slot_mapping, kv_slot_mapping, block_table, query_start_loc, rollback
         )
+
+
+# Jitted, so that eager calls cost one launch instead of dozens.
+@functools.partial(jax.jit, static_argnames=("config", "num_tokens", "rollback"))
+def _build(config, query_start_loc, seq_lens, block_table, kv_block_table, num_tokens, rollback):
+    requests = seq_lens.shape[0]
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    request = jnp.searchsorted(query_start_loc, token, side="right").astype(jnp.int32) - 1
+    real = (request >= 0) & (request < requests)
+    request = jnp.where(real, request, -1)
+    position = _take(seq_lens, request, 0) - (_take(query_start_loc[1:], request, 0) - token)
+    position = jnp.where(real, position, -1)
+    m = config.compress_ratio
+    closes = (position >= 0) & ((position + 1) % m == 0)
+    slots = _slots(block_table, request, position, config.page_rows)
+    kv_slots = _slots(kv_block_table, request, position // m, config.kv_page_rows)
+    kv_slots = jnp.where(closes, kv_slots, -1)
+    return _from_slots(config, position, request, slots, kv_slots, block_table, query_start_loc, rollback)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "rollback"))
+def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, block_table, query_start_loc, rollback):
+    tokens, requests = positions.shape[0], block_table.shape[0]
+    m, n = config.compress_ratio, config.window
+    real = (positions >= 0) & (token_to_req >= 0) & (token_to_req < requests)
+    request = jnp.where(real, token_to_req, -1)
+
+    closes = real & ((positions + 1) % m == 0) & (kv_slot_mapping >= 0)
+    # Every request closes at most one window more than its tokens fill.
+    row, rows = _compact(closes, min(tokens, tokens // m + requests))
+    start = _take(query_start_loc, rows(request), 0)
+    in_batch = jnp.clip(row - jnp.maximum(start, 0) + 1, 0, jnp.minimum(n, rows(positions) + 1))
+    closing = [row, rows(positions), rows(kv_slot_mapping), in_batch]
+    window = rows(positions)[:, None] - jnp.arange(n - 1, -1, -1, dtype=jnp.int32)
+    window_slots = _slots(block_table, rows(request)[:, None], window, config.page_rows)
+
+    seq_lens = _take(positions, query_start_loc[1:] - 1, -1) + 1
+    needed = jnp.maximum(seq_lens - rollback, 0) // m * m - (m if config.overlap else 0)
+    needed = _take(needed, request, INT32_MAX)
+    most = requests * (m - 1 + (m if config.overlap else 0) + rollback)
+    row, rows = _compact(real & (positions >= needed) & (slot_mapping >= 0), min(tokens, most))
+    saving = [row, rows(positions), rows(slot_mapping)]
+    return CompressorMetadata(
+        positions,
+        token_to_req,
+        query_start_loc,
+        slot_mapping,
+        block_table,
+        kv_slot_mapping,
+        jnp.where(closing[0] >= 0, jnp.stack(closing), -1).T,
+        jnp.where(closing[0][:, None] >= 0, window_slots, -1),
+        jnp.where(row >= 0, jnp.stack(saving), -1).T,
+    )
 
 
 def _compact(mask, size):

@@ -77,8 +77,8 @@ class Case:
         """Bytes that `compress` must move: its batch read once, history read, states and keys written."""
         c = self.config
         item = jnp.dtype(self.dtype).itemsize
-        closing = int((metadata.closing >= 0).sum())
-        saved = self.tokens if save == "all" else int((metadata.saving >= 0).sum())
+        closing = int((metadata.closing[:, 0] >= 0).sum())
+        saved = self.tokens if save == "all" else int((metadata.saving[:, 0] >= 0).sum())
         history = 0 if self.kind == "prefill" else closing * (c.window - 1) * 2 * c.head_dim * 4
         return (
             self.tokens * 2 * c.width * item + history + saved * 2 * c.width * 4 + closing * c.format.row_bytes
@@ -87,7 +87,7 @@ class Case:
     def store_bytes(self, metadata) -> int:
         """Bytes that `compress_norm_rope_store` must move."""
         c = self.config
-        closing = int((metadata.closing >= 0).sum())
+        closing = int((metadata.closing[:, 0] >= 0).sum())
         return closing * (c.window * 2 * c.head_dim * 4 + c.format.row_bytes)
 
     def save_bytes(self) -> int:

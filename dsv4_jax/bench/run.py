@@ -3,7 +3,7 @@
 import jax
 
 from dsv4_jax.bench.cases import Case
-from dsv4_jax.bench.timing import copy_bandwidth, microseconds
+from dsv4_jax.bench.timing import Timer
 from dsv4_jax.common.reference.compress import compress
 from dsv4_jax.common.reference.compress_norm_rope_store import compress_norm_rope_store
 from dsv4_jax.common.reference.save_partial_states import save_partial_states
@@ -21,8 +21,8 @@ L2_BYTES = 256 << 20  # inputs that rotate over this much are out of the L2 cach
 
 def run(names=tuple(CONFIGS), batches=BATCHES, ops=("compress", "compress_all", "store", "save"), dtype="float32"):
     """Prints a line a measurement; returns them."""
-    bandwidth = copy_bandwidth()
-    print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
+    timer = Timer()
+    print(f"copy bandwidth {timer.bandwidth / 1e12:.2f} TB/s", flush=True)
     print(f"{'compressor':14} {'op':13} {'batch':8} {'tokens':>7} {'MB':>8} {'floor us':>9} {'warm us':>9} {'cold us':>9}"
           f" {'floor/warm':>10} {'floor/cold':>10}", flush=True)
     rows = []
@@ -32,7 +32,7 @@ def run(names=tuple(CONFIGS), batches=BATCHES, ops=("compress", "compress_all", 
             for op in ops:
                 if op == "save" and kind != "prefill":
                     continue
-                row = measure(case, op, bandwidth)
+                row = measure(case, op, timer)
                 row["compressor"] = name
                 rows.append(row)
                 print(f"{name:14} {op:13} {kind:8} {tokens:7} {row['bytes'] / 1e6:8.2f} {row['floor']:9.2f}"
@@ -41,12 +41,12 @@ def run(names=tuple(CONFIGS), batches=BATCHES, ops=("compress", "compress_all", 
     return rows
 
 
-def measure(case: Case, op: str, bandwidth: float) -> dict:
+def measure(case: Case, op: str, timer: Timer) -> dict:
     """Times one op of one case, with its inputs in the L2 cache where they fit (warm) and out of it (cold)."""
     c = case.config
     metadata, pages, kv_pages = case.batch()
     step, size = _step(case, op, metadata)
-    floor = size / bandwidth * 1e6
+    floor = size / timer.bandwidth * 1e6
     times = {}
     for label in ("warm", "cold"):
         sets = 1 if label == "warm" else max(1, min(16, -(-L2_BYTES // max(size, 1))))
@@ -55,25 +55,19 @@ def measure(case: Case, op: str, bandwidth: float) -> dict:
         if op == "save":
             for a in arrays:
                 a["kv"], a["score"] = a["kv_score"][:, : c.width], a.pop("kv_score")[:, c.width :]
-        # The i-th caches go with the i-th inputs, all of them carried.
-        def call(carry, indexed, step=step):
-            i, inputs = indexed
-            done = step(carry[i], inputs)
-            return [*carry[:i], done, *carry[i + 1 :]]
-
-        times[label] = _time(call, carry, arrays, floor)
+        times[label] = _time(timer, step, carry, arrays, floor)
     return {"op": op, "kind": case.kind, "tokens": case.tokens, "bytes": size, "floor": floor, **times}
 
 
-def _time(call, carry, arrays, floor):
-    def step(carry, inputs):
-        for i, a in enumerate(inputs):
-            carry = call(carry, (i, a))
-        return carry
-
+def _time(timer, step, carry, arrays, floor):
+    """Each set of arrays has its own caches; all are carried, and a round over all of them counts as one step."""
     sets = len(arrays)
-    time, _ = microseconds(step, carry, [arrays], expected=sets * max(floor * 1.3, 2.0))
-    return time / sets
+
+    def round_(carry, inputs):
+        return [step(c, a) for c, a in zip(carry, inputs, strict=True)]
+
+    length = max(2, min(20, round(600 / max(sets * floor, 10.0))))
+    return timer.microseconds(round_, carry, [arrays], length=length) / sets
 
 
 def _step(case, op, metadata):
@@ -90,7 +84,8 @@ def _step(case, op, metadata):
     if op == "store":
 
         def step(carry, a):
-            state, cache = carry
+            # The barrier ties the state to the cache: without, XLA would do equal calls' first halves once.
+            state, cache = jax.lax.optimization_barrier(carry)
             return state, compress_norm_rope_store(
                 state, cache, metadata, a["norm_weight"], a["cos_sin"], config=c
             )

@@ -6,54 +6,64 @@ import time
 import jax
 import jax.numpy as jnp
 
+CALLS = 16  # of the chain in one measurement
+DELAY_BYTES = 4 << 30
 
-def microseconds(step, carry, inputs, *, expected: float, repeats: int = 7):
-    """Median time of one `carry = step(carry, inputs[i])`, microseconds, and the last carry.
 
-    Calls are chained inside one `jax.jit` with the carry donated, as many as make up a millisecond, so that launching
-    the graph from Python stays hidden behind the GPU's work.
+class Timer:
+    """Measures chains of calls so that only the GPU's time counts.
 
-    Args:
-      step: a JAX function.
-      carry: pytree that is updated in place.
-      inputs: list of pytrees; call i takes `inputs[i % len(inputs)]`. Several large ones keep the L2 cache cold.
-      expected: roughly what a call takes, microseconds.
-      repeats: runs of the chain, of which the median counts.
+    A few long copies go ahead of the chain: while they run, Python launches everything behind them.
     """
-    length = max(4, min(100, round(1000 / max(expected, 2.0))))
-    length += -length % len(inputs)
 
-    def chain(carry, inputs):
-        for i in range(length):
-            carry = step(carry, inputs[i % len(inputs)])
-        return carry
+    def __init__(self):
+        self._on_gpu = jax.default_backend() != "cpu"
+        self._source = jnp.ones(DELAY_BYTES // 4 if self._on_gpu else 1, jnp.float32)
+        self._copy = jax.jit(lambda x: x + 1.0)
+        one, nine = (
+            statistics.median(self._run(lambda: None, copies) for _ in range(7)) for copies in (1, 9)
+        )
+        self.copy_seconds = (nine - one) / 8
 
-    run = jax.jit(chain, donate_argnums=0)
-    for _ in range(4):
-        carry = run(carry, inputs)
-    jax.block_until_ready(carry)
-    times = []
-    for _ in range(repeats):
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second, read plus written, of a copy in device memory."""
+        return 2 * self._source.nbytes / self.copy_seconds
+
+    def microseconds(self, step, carry, inputs, *, length: int, repeats: int = 9) -> float:
+        """Median time of one `carry = step(carry, inputs[i])`, microseconds.
+
+        Args:
+          step: a JAX function.
+          carry: pytree that is updated in place (donated).
+          inputs: list of pytrees; call i of the chain takes `inputs[i % len(inputs)]`. Several large ones keep the L2
+            cache cold.
+          length: calls in a chain.
+          repeats: measurements, of which the median counts.
+        """
+
+        def chain(carry, inputs):
+            for i in range(length):
+                carry = step(carry, inputs[i % len(inputs)])
+            return carry
+
+        run = jax.jit(chain, donate_argnums=0)
+        held = [carry]
+
+        def calls():
+            for _ in range(CALLS):
+                held[0] = run(held[0], inputs)
+            return held[0]
+
+        for _ in range(2):
+            jax.block_until_ready(calls())
+        times = [self._run(calls) - self._run(lambda: None) for _ in range(repeats)]
+        return statistics.median(times) / (CALLS * length) * 1e6
+
+    def _run(self, launch, copies: int = 3) -> float:
         start = time.perf_counter()
-        for _ in range(4):
-            carry = run(carry, inputs)
-        jax.block_until_ready(carry)
-        times.append((time.perf_counter() - start) / (4 * length) * 1e6)
-    return statistics.median(times), carry
-
-
-def copy_bandwidth(size: int = 1 << 31) -> float:
-    """Bytes a second, read plus written, of a copy of `size` bytes in device memory."""
-    x = jax.random.normal(jax.random.key(0), (size // 4,), jnp.float32)
-    # x[0] keeps XLA from folding one addition into the next.
-    run = jax.jit(lambda x: x + 1.0, donate_argnums=())
-    out = jax.block_until_ready(run(x))
-    times = []
-    for _ in range(5):
-        del out
-        start = time.perf_counter()
-        for _ in range(10):
-            out = run(x)
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - start) / 10)
-    return 2 * size / statistics.median(times)
+        x = self._source
+        for _ in range(copies):
+            x = self._copy(x)
+        jax.block_until_ready((x, launch()))
+        return time.perf_counter() - start

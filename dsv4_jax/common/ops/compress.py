@@ -1,8 +1,8 @@
 """`compress` in Triton.
 
-Short windows (CSA, the indexer): one program holds a whole window in registers and stores its key. Long ones (HCA): a
-first kernel folds parts of a window - some of its rows, some of its channels - into running softmax sums, a second one
-joins them and stores the key. The programs after those of the closing windows save states.
+A program holds all rows of a window, for all channels of a short window (CSA, the indexer), for a block of them of a
+long one (HCA), where few windows close and each is large. Short windows are finished in the same program; long ones by
+a second kernel, since RMSNorm wants all channels. The programs after those of the windows save states.
 """
 
 import jax
@@ -14,10 +14,10 @@ from dsv4_jax.common.ops.launch import launch
 from dsv4_jax.common.ops.norm_rope import norm_rope
 from dsv4_jax.common.ops.quantise_store import store_key
 from dsv4_jax.common.ops.save_partial_states import save_row
-from dsv4_jax.common.ops.window import closing_window, has_rows, load_window, softmax_fold
+from dsv4_jax.common.ops.window import closing_window, has_rows, load_window, softmax_sum
 
-# A window of at most this many rows is held by one program.
-SHORT_WINDOW = 16
+# Elements of a window that one program holds: 32 KB of kv and score.
+TILE = 4096
 
 
 def implement(
@@ -76,10 +76,11 @@ def run(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv
         "EPS": config.eps,
         "ROPE_DIM": config.rope_head_dim,
     }
-    if config.window <= SHORT_WINDOW:
+    block = min(config.head_dim, max(16, TILE // config.window))
+    if block == config.head_dim:
         updates = ("kv_cache",) if save == "none" else ("state_cache", "kv_cache")
         results = launch(
-            _compress_kernel,
+            _compress_store_kernel,
             windows + saved,
             updates=updates,
             num_warps=max(1, config.head_dim // 128),
@@ -90,40 +91,36 @@ def run(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv
         )
         return results if save != "none" else (state_cache, results[0])
 
-    block, step = 128, 8
-    # Enough programs to fill the chip where few windows close; whole windows where many do.
-    splits = min(config.window // step, triton.next_power_of_2(max(1, 64 // max(1, windows))))
-    partial = jax.ShapeDtypeStruct((max(1, windows), splits, 3, config.head_dim), jnp.float32)
-    parts = windows * splits * (config.head_dim // block)
+    compressed = jax.ShapeDtypeStruct((max(1, windows), config.head_dim), jnp.float32)
     results = launch(
-        _fold_kernel,
-        parts + saved,
+        _compress_kernel,
+        windows * (config.head_dim // block) + saved,
         updates=() if save == "none" else ("state_cache",),
-        scratch={"partial": partial},
+        scratch={"compressed": compressed},
         num_warps=4,
-        constants={**shape, "SAVE": save, "SPLITS": splits, "BLOCK": block, "STEP": step},
+        constants={**shape, "SAVE": save, "BLOCK": block},
         **window,
         **states,
     )
-    *updated, partial = results
+    *updated, compressed = results
     state_cache = updated[0] if updated else state_cache
     if windows == 0:
         return state_cache, kv_cache
     (kv_cache,) = launch(
-        _finish_kernel,
+        _store_kernel,
         windows,
         updates=("kv_cache",),
         num_warps=4,
-        constants={**shape, **store, "SPLITS": splits},
+        constants={**shape, **store},
         **window,
         **keys,
-        partial=partial,
+        compressed=compressed,
     )
     return state_cache, kv_cache
 
 
 @triton.jit
-def _compress_kernel(
+def _compress_store_kernel(
     closing, window_slots, kv_score, ape, state_cache, saving, positions, slot_mapping,
     kv_cache, norm_weight, cos_sin, kv_scale,
     tokens, state_pages, kv_pages, table_rows, windows,
@@ -146,10 +143,7 @@ def _compress_kernel(
                 tl.arange(0, WINDOW), tl.arange(0, HEAD_DIM), kv_score, ape, state_cache, row, in_batch, window_slots,
                 state_pages, RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH,
             )  # fmt: skip
-            nothing = tl.full((HEAD_DIM,), float("-inf"), tl.float32)
-            zero = tl.zeros((HEAD_DIM,), tl.float32)
-            _, total, weighted = softmax_fold(kv, score, nothing, zero, zero)
-            key = norm_rope(weighted / total, position, norm_weight, cos_sin, EPS, HEAD_DIM, RATIO, ROPE_DIM)
+            key = norm_rope(softmax_sum(kv, score), position, norm_weight, cos_sin, EPS, HEAD_DIM, RATIO, ROPE_DIM)
             store_key(key, slot, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
     else:
         _save(
@@ -159,56 +153,45 @@ def _compress_kernel(
 
 
 @triton.jit
-def _fold_kernel(
-    closing, window_slots, kv_score, ape, state_cache, saving, positions, slot_mapping, partial,
+def _compress_kernel(
+    closing, window_slots, kv_score, ape, state_cache, saving, positions, slot_mapping, compressed,
     tokens, state_pages, kv_pages, table_rows, windows,
     RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    KV_PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr, SAVE: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    KV_PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr, SAVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Folds one split of a window's rows, for one block of channels, into `partial[window, split, 3, HEAD_DIM]`."""
+    """Softmax-sum of one block of a window's channels, into `compressed[window, HEAD_DIM]`."""
     WIDTH: tl.constexpr = HEAD_DIM * (2 if OVERLAP else 1)
     WINDOW: tl.constexpr = RATIO * (2 if OVERLAP else 1)
     BLOCKS: tl.constexpr = HEAD_DIM // BLOCK
-    ROWS: tl.constexpr = WINDOW // SPLITS
     pid = tl.program_id(0)
-    index = pid // (SPLITS * BLOCKS)
+    index = pid // BLOCKS
     if index < windows:
         row, _, _, in_batch, valid = closing_window(
             index, closing, tokens, kv_pages, table_rows, RATIO, KV_PAGE_ROWS, FROM_BATCH
         )  # fmt: skip
         if valid:
-            split = pid // BLOCKS % SPLITS
             channels = pid % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-            largest = tl.full((BLOCK,), float("-inf"), tl.float32)
-            total = tl.zeros((BLOCK,), tl.float32)
-            weighted = tl.zeros((BLOCK,), tl.float32)
-            for first in range(0, ROWS, STEP):
-                kv, score = load_window(
-                    split * ROWS + first + tl.arange(0, STEP), channels, kv_score, ape, state_cache, row, in_batch,
-                    window_slots + index * WINDOW, state_pages, RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH,
-                )  # fmt: skip
-                largest, total, weighted = softmax_fold(kv, score, largest, total, weighted)
-            at = partial + (index * SPLITS + split) * (3 * HEAD_DIM) + channels
-            tl.store(at, largest)
-            tl.store(at + HEAD_DIM, total)
-            tl.store(at + 2 * HEAD_DIM, weighted)
+            kv, score = load_window(
+                tl.arange(0, WINDOW), channels, kv_score, ape, state_cache, row, in_batch,
+                window_slots + index * WINDOW, state_pages, RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH,
+            )  # fmt: skip
+            tl.store(compressed + index * HEAD_DIM + channels, softmax_sum(kv, score))
     else:
         _save(
-            pid - windows * (SPLITS * BLOCKS), kv_score, ape, positions, slot_mapping, saving, state_cache, tokens,
-            state_pages, RATIO, WIDTH, PAGE_ROWS, SAVE,
+            pid - windows * BLOCKS, kv_score, ape, positions, slot_mapping, saving, state_cache, tokens, state_pages,
+            RATIO, WIDTH, PAGE_ROWS, SAVE,
         )  # fmt: skip
 
 
 @triton.jit
-def _finish_kernel(
-    closing, window_slots, kv_cache, norm_weight, cos_sin, kv_scale, partial,
+def _store_kernel(
+    closing, window_slots, kv_cache, norm_weight, cos_sin, kv_scale, compressed,
     tokens, state_pages, kv_pages, table_rows,
     RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
     KV_PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr, FORMAT: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    EPS: tl.constexpr, ROPE_DIM: tl.constexpr, SPLITS: tl.constexpr,
+    EPS: tl.constexpr, ROPE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Joins the splits of a window and stores its key."""
+    """Finishes a compressed window and stores its key."""
     WINDOW: tl.constexpr = RATIO * (2 if OVERLAP else 1)
     index = tl.program_id(0)
     _, position, slot, _, valid = closing_window(
@@ -217,16 +200,8 @@ def _finish_kernel(
     if not FROM_BATCH:
         valid &= has_rows(window_slots + index * WINDOW, state_pages, WINDOW, PAGE_ROWS)
     if valid:
-        split = tl.arange(0, SPLITS)
-        channels = tl.arange(0, HEAD_DIM)
-        at = partial + (index * SPLITS + split)[:, None] * (3 * HEAD_DIM) + channels[None, :]
-        largest = tl.load(at)
-        reference = tl.max(largest, axis=0)
-        reference = tl.where(reference == float("-inf"), 0.0, reference)
-        scale = tl.exp(largest - reference[None, :])
-        total = tl.sum(tl.load(at + HEAD_DIM) * scale, axis=0)
-        weighted = tl.sum(tl.load(at + 2 * HEAD_DIM) * scale, axis=0)
-        key = norm_rope(weighted / total, position, norm_weight, cos_sin, EPS, HEAD_DIM, RATIO, ROPE_DIM)
+        c = tl.load(compressed + index * HEAD_DIM + tl.arange(0, HEAD_DIM))
+        key = norm_rope(c, position, norm_weight, cos_sin, EPS, HEAD_DIM, RATIO, ROPE_DIM)
         store_key(key, slot, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
 
 

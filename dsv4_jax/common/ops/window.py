@@ -63,16 +63,20 @@ def load_window(
         from_batch, slots = window_rows(
             element, row, in_batch, window_slots, state_pages, WINDOW, PAGE_ROWS, FROM_BATCH
         )  # fmt: skip
-        state = state_cache + slots.to(tl.int64)[:, None] * (2 * WIDTH) + columns
+        from_batch = from_batch[:, None]
         in_state = (slots >= 0)[:, None]
+        state = state_cache + slots.to(tl.int64)[:, None] * (2 * WIDTH) + columns
+        if FROM_BATCH and kv_score.dtype.element_ty == state_cache.dtype.element_ty:
+            state = tl.where(from_batch, batch, state)
+            in_state = in_state | from_batch
         kv = tl.load(state, mask=in_state, other=0.0)
         score = tl.load(state + WIDTH, mask=in_state, other=float("-inf"))
         if FROM_BATCH:
-            from_batch = from_batch[:, None]
-            batch_kv = tl.load(batch, mask=from_batch, other=0.0).to(tl.float32)
-            batch_score = tl.load(batch + WIDTH, mask=from_batch, other=0.0).to(tl.float32)
-            kv = tl.where(from_batch, batch_kv, kv)
-            score = tl.where(from_batch, batch_score + tl.load(bias, mask=from_batch, other=0.0), score)
+            if kv_score.dtype.element_ty != state_cache.dtype.element_ty:
+                kv = tl.where(from_batch, tl.load(batch, mask=from_batch, other=0.0).to(tl.float32), kv)
+                batch_score = tl.load(batch + WIDTH, mask=from_batch, other=0.0).to(tl.float32)
+                score = tl.where(from_batch, batch_score, score)
+            score += tl.load(bias, mask=from_batch, other=0.0)
     return kv, score
 
 
@@ -84,13 +88,7 @@ def has_rows(window_slots, state_pages, WINDOW: tl.constexpr, PAGE_ROWS: tl.cons
 
 
 @triton.jit
-def softmax_fold(kv, score, largest, total, weighted):
-    """Folds rows `[rows, channels]` into the running maximum, sum of exponentials and weighted sum of each channel."""
-    new_largest = tl.maximum(largest, tl.max(score, axis=0))
-    # While all scores are -inf the differences below must not become inf - inf.
-    reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    scale = tl.exp(largest - reference)
-    weight = tl.exp(score - reference[None, :])
-    total = total * scale + tl.sum(weight, axis=0)
-    weighted = weighted * scale + tl.sum(weight * kv, axis=0)
-    return new_largest, total, weighted
+def softmax_sum(kv, score):
+    """Softmax over the rows of `[rows, channels]` for each channel, times kv."""
+    weight = tl.exp(score - tl.max(score, axis=0)[None, :])
+    return tl.sum(weight * kv, axis=0) / tl.sum(weight, axis=0)
