@@ -59,11 +59,11 @@ def empty_cache(rng, config, pages, page_bytes=None):
     return raw.view(ml_dtypes.bfloat16 if fmt.name == "bf16" else ml_dtypes.float8_e4m3fn)
 
 
-def rows(rng, count, width, magnitudes, dtype=np.float32):
-    """[count, 2 * width] of kv and score; `magnitudes`: each row has its own, over the range of float32."""
+def rows(rng, count, width, magnitudes, dtype=np.float32, *, alike=1):
+    """[count, 2 * width] of kv and score; `magnitudes`: over the range of float32, in runs of `alike` rows."""
     kv, score = rng.standard_normal((2, count, width))
     if magnitudes:
-        kv *= rng.choice(KV_MAGNITUDES, (count, 1))
+        kv *= rng.choice(KV_MAGNITUDES, (count // alike + 1, 1)).repeat(alike, axis=0)[:count]
         score *= rng.choice(SCORE_MAGNITUDES, (count, 1))
     return np.concatenate([kv, score], axis=1).astype(np.float32).astype(dtype)
 
@@ -141,9 +141,12 @@ def random_batch(
     kv_slots = _slots(kv_block_table, token_to_req, positions // m, config.kv_page_rows, closes)
 
     width = config.width
+    # In half of the batches every row has its own magnitude: then the largest of a window rules. In the others whole
+    # windows are small, so that RMSNorm's epsilon and the least amax rule.
+    alike = 1 if rng.random() < 0.5 else 2 * config.window
     state = random_bytes(rng, (pages, config.page_rows, 2 * width), np.float32)
     for r, (before, _) in enumerate(sizes):
-        history = rows(rng, before, width, magnitudes)
+        history = rows(rng, before, width, magnitudes, alike=alike)
         for p in range(max(0, before - config.window), before):
             page = block_table[r, p // config.page_rows]
             if 0 <= page < pages:
@@ -151,7 +154,7 @@ def random_batch(
     fmt = config.format
     return Batch(
         config=config,
-        kv_score=rows(rng, total, width, magnitudes, dtype),
+        kv_score=rows(rng, total, width, magnitudes, dtype, alike=alike),
         ape=rng.standard_normal((m, width)).astype(np.float32),
         positions=positions,
         token_to_req=token_to_req,

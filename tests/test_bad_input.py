@@ -1,4 +1,4 @@
-"""Every argument of every op, wrong in dtype, rank, shape or value: the error names it, what it got, what it must be."""
+"""Every argument of every op, wrong in dtype, rank, shape or value: the error names it, what it is and must be."""
 
 import dataclasses
 import re

@@ -113,7 +113,7 @@ def test_a_wrong_byte_is_found():
     for column in (0, 447, 448, 575, 576, 583):
         wrong = after.copy()
         wrong[page, byte[column]] ^= 0x04
-        with pytest.raises(AssertionError, match="wrong|differ"):
+        with pytest.raises(AssertionError, match=r"wrong|differ"):
             oracle.assert_same_cache(wrong, batch.cache, rows, batch.config)
     wrong = after.copy()
     wrong[-1, -1] ^= 1

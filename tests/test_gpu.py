@@ -1,4 +1,4 @@
-"""On a GPU: the real kernels on large batches, and caches past 2**31 bytes and elements. About two minutes on an H200."""
+"""On a GPU: the real kernels on large batches, and caches past 2**31 bytes and elements."""
 
 import dataclasses
 import functools

@@ -43,7 +43,7 @@ def window(batch, t):
     slots = []
     for q in range(p - config.window + 1, p + 1):
         column = q // config.page_rows
-        page = int(batch.block_table[r, column]) if 0 <= q and column < batch.block_table.shape[1] else -1
+        page = int(batch.block_table[r, column]) if q >= 0 and column < batch.block_table.shape[1] else -1
         slots.append(page * config.page_rows + q % config.page_rows if 0 <= page < 2**30 else -1)
     return min(t - int(batch.query_start_loc[r]) + 1, config.window), slots
 

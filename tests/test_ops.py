@@ -92,6 +92,15 @@ def test_batches(what, fmt, implementation):
     check_compress(batch, implementation, "tail")
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-12, 1e-4, 3e-3, 1e17, 1e30])
+@pytest.mark.parametrize(("kind", "fmt"), [("csa", "fp8_ds_mla"), ("indexer", "indexer_mxfp4")])
+def test_whole_windows_of_one_size(kind, fmt, size, implementation):
+    """RMSNorm's epsilon rules below 1e-3, its overflow above 1e18."""
+    batch = random_batch(np.random.default_rng(2), ops.make_config(kind, fmt, 3, 5), "prefill", requests=1, tokens=16)
+    batch.kv_score[:, : batch.width] *= np.float32(size)
+    check_compress(batch, implementation, "tail")
+
+
 @pytest.mark.parametrize("options", [{"magnitudes": True}, {"holes": True}, {"dtype": ml_dtypes.bfloat16}], ids=str)
 def test_long_windows(options, implementation):
     batch = random_batch(
@@ -335,7 +344,7 @@ def test_a_plan_with_wrong_rows_saves_only_real_ones(implementation):
 
 
 def test_absent_rows(implementation):
-    """A window whose state rows are all absent writes nothing; one row is enough, and is then the key's whole window."""
+    """A window without a state row writes nothing; one row is enough, and is then the whole window."""
     config = ops.make_config("csa", "bf16", 1, 4)
     batch = random_batch(np.random.default_rng(1), config, sizes=[(0, 8)], padding=0)
     state = ops.saved(batch)
