@@ -1,4 +1,4 @@
-"""Every argument of every op, wrong in dtype, rank, shape or value: the error names it, what it is and must be."""
+"""Each argument of each op, wrong in dtype, rank, shape or value: the error says what it got and what it must be."""
 
 import dataclasses
 import re
