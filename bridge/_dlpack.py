@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 # Names that JAX and torch share and that DLPack carries both ways. Sub-byte kinds are left out: JAX keeps one value in
 # a byte, and neither side's DLPack takes them.
 _CARRIED = frozenset(
-    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 "
-    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu".split()
+    (
+        "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 "
+        "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+    ).split()
 )
 
 # XLA takes a foreign buffer only at these alignments, in bytes: what its compiled code may assume of a parameter.

@@ -300,14 +300,10 @@ def _scatter_bytes(cache, page, offset, rows):
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
     )
     index = jnp.stack([page, offset], axis=1)
-    return lax.scatter(
-        cache, index, rows, numbers, unique_indices=True, mode=lax.GatherScatterMode.FILL_OR_DROP
-    )
+    return lax.scatter(cache, index, rows, numbers, unique_indices=True, mode=lax.GatherScatterMode.FILL_OR_DROP)
 
 
 def _gather_bytes(cache, page, offset, length):
     numbers = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
     index = jnp.stack([page, offset], axis=1)
-    return lax.gather(
-        cache, index, numbers, (1, length), mode=lax.GatherScatterMode.FILL_OR_DROP, fill_value=0
-    )
+    return lax.gather(cache, index, numbers, (1, length), mode=lax.GatherScatterMode.FILL_OR_DROP, fill_value=0)

@@ -214,7 +214,7 @@ class _Fields:
         # As itself, as a fraction of the head (what Hugging Face computes with), or both.
         if "qk_rope_head_dim" in self.values or self.values.get("partial_rotary_factor") is None:
             self.must_be("qk_rope_head_dim", want)
-        places = [self]
+        places: list[_Fields] = [self]
         if isinstance(self.values.get("rope_parameters"), Mapping):
             places.append(self.inner("rope_parameters").inner("compress"))
         for fields in places:

@@ -1,6 +1,5 @@
 """`python -m dsv4_jax doctor`: what can run here, what is missing, and what is known to break."""
 
-import importlib.util
 import os
 import pkgutil
 import platform
@@ -28,7 +27,7 @@ def main() -> int:
         import jax
 
         where, devices = jax_platform(), jax.devices()
-    except Exception as error:  # noqa: BLE001 - whatever it is that keeps JAX from starting
+    except Exception as error:
         _print_problems([f"JAX does not start: {_one_line(error)}", *bad])
         return 1
     print(f"{'platform':20}{where}  ({len(devices)} x {devices[0].device_kind}; jax.default_backend() is "
@@ -54,8 +53,9 @@ def jax_platform() -> str:
 def ops() -> list[str]:
     """Names of the ops: the public names that are modules of `common/reference`."""
     import dsv4_jax
+    import dsv4_jax.common.reference
 
-    folder = importlib.util.find_spec("dsv4_jax.common.reference").submodule_search_locations
+    folder = dsv4_jax.common.reference.__path__
     return [module.name for module in pkgutil.iter_modules(folder) if module.name in dsv4_jax.__all__]
 
 
@@ -100,7 +100,7 @@ def _failure(implementation, where):
         )
         if float(cache.sum()) != 128 + 2 * 128:
             return "a test call of save_partial_states gave a wrong result"
-    except Exception as error:  # noqa: BLE001 - an installation can be broken in any way
+    except Exception as error:
         return _one_line(error)
     return None
 
@@ -129,7 +129,7 @@ def _torch_has_gpu():
         import torch
 
         return torch.cuda.is_available()  # ROCm's torch says so by the same name
-    except Exception:  # noqa: BLE001 - a torch that does not even load has no GPU
+    except Exception:
         return False
 
 

@@ -86,9 +86,10 @@ def known_bad_pairs() -> list[tuple[str, str]]:
         version, other_version = installed(package), installed(other)
         if not version or not other_version:
             continue
-        if least and numbers(version) < least or below and numbers(version)[:2] > below:
+        if (least and numbers(version) < least) or (below and numbers(version)[:2] > below):
             continue
-        if other_least and numbers(other_version) < other_least or other_most and numbers(other_version) > other_most:
+        number = numbers(other_version)
+        if (other_least and number < other_least) or (other_most and number > other_most):
             continue
         found.append((f"{package} {version} with {other} {other_version}", what))
     return found

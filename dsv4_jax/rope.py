@@ -37,7 +37,7 @@ class Yarn:
             raise ValueError(f"original_max_position_embeddings is {got!r}; it must be at least 1")
         if not 0 < self.beta_slow <= self.beta_fast < math.inf:
             raise ValueError(
-                f"beta_slow is {self.beta_slow!r}, beta_fast {self.beta_fast!r}; they must be 0 < beta_slow <= beta_fast"
+                f"beta_slow is {self.beta_slow!r}, beta_fast {self.beta_fast!r}; it must be 0 < beta_slow <= beta_fast"
             )
 
     def inv_freq(self, dim: int = 64) -> np.ndarray:

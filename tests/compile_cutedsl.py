@@ -65,9 +65,7 @@ def trace(kind, fmt, dtype, norm_dtype, save, tokens=256):
     scale = jnp.float32(1) if config.format.needs_scale else None
     if fmt == "compressed":
         rows = kernels.compress_kv_sparse_attn_cutedsl(states, metadata, config=config)
-        return kernels.norm_rope_insert_sparse_attn_cutedsl(
-            rows, states, cache, metadata, norm, cos_sin, config=config
-        )
+        return kernels.norm_rope_insert_sparse_attn_cutedsl(rows, states, cache, metadata, norm, cos_sin, config=config)
     args = states, cache, metadata, norm, cos_sin, scale
     if dtype is None:
         return compress_norm_rope_store.implement(*args, config=config, platform="cuda")

@@ -242,7 +242,7 @@ def test_errors_name_the_file_the_key_and_what_it_must_be(tmp_path, style, path,
 
 
 def test_files_that_are_no_config(tmp_path):
-    with pytest.raises(FileNotFoundError, match="config.json"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
         CompressorConfig.from_pretrained_config(tmp_path)
     file = tmp_path / "config.json"
     file.write_text("{")

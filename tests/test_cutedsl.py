@@ -205,7 +205,9 @@ def test_bfloat16_norm_weight(kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("ratio", "overlap"), [(1, False), (2, True), (16, False), (16, True), (64, True), (256, False)])
+@pytest.mark.parametrize(
+    ("ratio", "overlap"), [(1, False), (2, True), (16, False), (16, True), (64, True), (256, False)]
+)
 def test_other_ratios(ratio, overlap):
     check(gpu_batch("csa", "fp8_ds_mla", 4, 4, {}, 2000 if ratio > 64 else 420, compress_ratio=ratio, overlap=overlap))
 
@@ -284,9 +286,7 @@ def test_a_captured_launch_follows_its_data(kind, total=300):
     def step(caches, t):
         starts, lengths = jnp.arange(3, dtype=jnp.int32), jnp.full(2, t + 1, jnp.int32)
         meta = CompressorMetadata.build(config, starts, lengths, *tables, num_tokens=2)
-        return dsv4_jax.compress(
-            kv_score[:, t], ape, *caches, meta, *constant, config=config, implementation="cutedsl"
-        )
+        return dsv4_jax.compress(kv_score[:, t], ape, *caches, meta, *constant, config=config, implementation="cutedsl")
 
     @functools.partial(jax.jit, donate_argnums=0, static_argnums=2)
     def steps(caches, first, count):

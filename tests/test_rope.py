@@ -134,7 +134,9 @@ def test_table_equals_hugging_faces(hugging_face):
     for start in range(0, MAX_POSITIONS, block):
         rows = table[start : start + block]
         position_ids = torch.arange(start, start + block)[None]
-        for got, want in zip((rows[:, :32], rows[:, 32:]), hugging_face(like, position_ids, layer_type="compress")):
+        for got, want in zip(
+            (rows[:, :32], rows[:, 32:]), hugging_face(like, position_ids, layer_type="compress"), strict=True
+        ):
             want = want[0].numpy()
             ulp = np.spacing(np.maximum(np.abs(got), np.abs(want)))
             assert (np.abs(got - want) <= ulp).all()

@@ -1,6 +1,7 @@
 """The workloads that are measured: a compressor, a batch, and the bytes that the op must move for it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -60,18 +61,7 @@ class Case:
 
     def arrays(self, metadata, pages, kv_pages, key):
         """Random kv_score, ape, norm_weight, cos_sin, states and cache."""
-        c = self.config
-        keys = jax.random.split(key, 4)
-        positions = int(metadata.positions.max()) + 1
-        angles = jnp.arange(positions)[:, None] * jnp.asarray(c.rope.inv_freq(c.rope_head_dim))[None, :]
-        return {
-            "kv_score": jax.random.normal(keys[0], (self.tokens, 2 * c.width), self.dtype),
-            "ape": jax.random.normal(keys[1], (c.compress_ratio, c.width)),
-            "norm_weight": 1 + 0.1 * jax.random.normal(keys[2], (c.head_dim,)),
-            "cos_sin": jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1),
-            "state_cache": jax.random.normal(keys[3], (pages, c.page_rows, 2 * c.width)),
-            "kv_cache": c.format.allocate(kv_pages, c.kv_page_rows),
-        }
+        return _arrays(self, int(metadata.positions.max()) + 1, pages, kv_pages, key)
 
     def compress_bytes(self, metadata, save: str) -> int:
         """Bytes that `compress` must move: its batch read once, history read, states and keys written."""
@@ -80,9 +70,7 @@ class Case:
         closing = int((metadata.closing[:, 0] >= 0).sum())
         saved = self.tokens if save == "all" else int((metadata.saving[:, 0] >= 0).sum())
         history = 0 if self.kind == "prefill" else closing * (c.window - 1) * 2 * c.head_dim * 4
-        return (
-            self.tokens * 2 * c.width * item + history + saved * 2 * c.width * 4 + closing * c.format.row_bytes
-        )
+        return self.tokens * 2 * c.width * item + history + saved * 2 * c.width * 4 + closing * c.format.row_bytes
 
     def store_bytes(self, metadata) -> int:
         """Bytes that `compress_norm_rope_store` must move."""
@@ -93,3 +81,18 @@ class Case:
     def save_bytes(self) -> int:
         """Bytes that `save_partial_states` must move."""
         return self.tokens * 2 * self.config.width * (jnp.dtype(self.dtype).itemsize + 4)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _arrays(case, positions, pages, kv_pages, key):
+    c = case.config
+    keys = jax.random.split(key, 4)
+    angles = jnp.arange(positions)[:, None] * jnp.asarray(c.rope.inv_freq(c.rope_head_dim))[None, :]
+    return {
+        "kv_score": jax.random.normal(keys[0], (case.tokens, 2 * c.width), case.dtype),
+        "ape": jax.random.normal(keys[1], (c.compress_ratio, c.width)),
+        "norm_weight": 1 + 0.1 * jax.random.normal(keys[2], (c.head_dim,)),
+        "cos_sin": jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1),
+        "state_cache": jax.random.normal(keys[3], (pages, c.page_rows, 2 * c.width)),
+        "kv_cache": c.format.allocate(kv_pages, c.kv_page_rows),
+    }

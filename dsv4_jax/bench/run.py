@@ -1,4 +1,8 @@
-"""`python -m dsv4_jax bench`: every op over sizes and batches, as floor divided by time."""
+"""`python -m dsv4_jax bench`: every op over batches and sizes, as floor divided by time."""
+
+import argparse
+import json
+import platform
 
 import jax
 
@@ -15,48 +19,71 @@ CONFIGS = {
     "indexer_fp8": CompressorConfig.indexer("indexer_fp8"),
     "indexer_mxfp4": CompressorConfig.indexer("indexer_mxfp4"),
 }
-BATCHES = [("prefill", t) for t in (2048, 8192, 65536)] + [("decode", 1), ("decode", 512), ("closing", 512)]
-L2_BYTES = 256 << 20  # inputs that rotate over this much are out of the L2 cache when their turn comes
+OPS = ("compress", "compress_all", "store", "save")
+BATCHES = (("prefill", 2048), ("prefill", 8192), ("prefill", 65536), ("decode", 1), ("decode", 512), ("closing", 512))
+QUICK = (("prefill", 8192), ("closing", 512))
+CPU_BATCHES = (("prefill", 256), ("closing", 16))
+COLD_BYTES = 256 << 20  # inputs that rotate over this much are out of the L2 cache when their turn comes
 
 
-def run(names=tuple(CONFIGS), batches=BATCHES, ops=("compress", "compress_all", "store", "save"), dtype="float32"):
-    """Prints a line a measurement; returns them."""
+def main(argv: list[str]) -> int:
+    """Runs the command line; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m dsv4_jax bench", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--compressor", choices=CONFIGS, action="append", help="only this one (repeatable)")
+    parser.add_argument("--op", choices=OPS, action="append", help="only this one (repeatable)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of kv_score")
+    parser.add_argument("--implementation", choices=("xla", "triton", "cutedsl"), help="default: the switch chooses")
+    parser.add_argument("--quick", action="store_true", help="two batches, warm only")
+    parser.add_argument("--json", metavar="FILE", help="write the measurements there")
+    options = parser.parse_args(argv)
+    on_cpu = jax.default_backend() == "cpu"
+    if on_cpu:
+        print("No GPU: tiny batches, and only the ratios between rows mean something.")
+    batches = CPU_BATCHES if on_cpu else QUICK if options.quick else BATCHES
     timer = Timer()
-    print(f"copy bandwidth {timer.bandwidth / 1e12:.2f} TB/s", flush=True)
-    print(f"{'compressor':14} {'op':13} {'batch':8} {'tokens':>7} {'MB':>8} {'floor us':>9} {'warm us':>9} {'cold us':>9}"
-          f" {'floor/warm':>10} {'floor/cold':>10}", flush=True)
+    print(f"{jax.devices()[0].device_kind}, copy bandwidth {timer.bandwidth / 1e12:.2f} TB/s")
     rows = []
-    for name in names:
+    labels = ("warm",) if options.quick or on_cpu else ("warm", "cold")
+    heads = "".join(f"{label + ' us':>10}{'share':>7}" for label in labels)
+    print(f"{'compressor':14}{'op':13}{'batch':8}{'tokens':>7}{'MB':>9}{'floor us':>10}{heads}", flush=True)
+    for name in options.compressor or CONFIGS:
         for kind, tokens in batches:
-            case = Case(CONFIGS[name], kind, tokens, dtype)
-            for op in ops:
+            for op in options.op or OPS:
                 if op == "save" and kind != "prefill":
                     continue
-                row = measure(case, op, timer)
-                row["compressor"] = name
-                rows.append(row)
-                print(f"{name:14} {op:13} {kind:8} {tokens:7} {row['bytes'] / 1e6:8.2f} {row['floor']:9.2f}"
-                      f" {row['warm']:9.2f} {row['cold']:9.2f} {row['floor'] / row['warm']:10.2f}"
-                      f" {row['floor'] / row['cold']:10.2f}", flush=True)
-    return rows
+                row = measure(
+                    Case(CONFIGS[name], kind, tokens, options.dtype), op, timer, labels, options.implementation
+                )
+                rows.append({"compressor": name, **row})
+                times = "".join(f"{row[label]:10.2f}{row['floor'] / row[label]:7.2f}" for label in labels)
+                print(
+                    f"{name:14}{op:13}{kind:8}{tokens:7}{row['bytes'] / 1e6:9.2f}{row['floor']:10.2f}{times}",
+                    flush=True,
+                )
+    if options.json:
+        versions = {"jax": jax.__version__, "python": platform.python_version()}
+        device = {"device": jax.devices()[0].device_kind, "bandwidth": timer.bandwidth}
+        with open(options.json, "w") as file:
+            json.dump({**device, "versions": versions, "dtype": options.dtype, "rows": rows}, file, indent=1)
+    return 0
 
 
-def measure(case: Case, op: str, timer: Timer) -> dict:
+def measure(case: Case, op: str, timer: Timer, labels=("warm", "cold"), implementation: str | None = None) -> dict:
     """Times one op of one case, with its inputs in the L2 cache where they fit (warm) and out of it (cold)."""
     c = case.config
     metadata, pages, kv_pages = case.batch()
-    step, size = _step(case, op, metadata)
+    step, size = _step(case, op, metadata, implementation)
     floor = size / timer.bandwidth * 1e6
-    times = {}
-    for label in ("warm", "cold"):
-        sets = 1 if label == "warm" else max(1, min(16, -(-L2_BYTES // max(size, 1))))
+    row = {"op": op, "kind": case.kind, "tokens": case.tokens, "bytes": size, "floor": floor}
+    for label in labels:
+        sets = 1 if label == "warm" else max(1, min(16, -(-COLD_BYTES // max(size, 1))))
         arrays = [case.arrays(metadata, pages, kv_pages, jax.random.key(i)) for i in range(sets)]
         carry = [(a.pop("state_cache"), a.pop("kv_cache")) for a in arrays]
         if op == "save":
             for a in arrays:
                 a["kv"], a["score"] = a["kv_score"][:, : c.width], a.pop("kv_score")[:, c.width :]
-        times[label] = _time(timer, step, carry, arrays, floor)
-    return {"op": op, "kind": case.kind, "tokens": case.tokens, "bytes": size, "floor": floor, **times}
+        row[label] = _time(timer, step, carry, arrays, floor)
+    return row
 
 
 def _time(timer, step, carry, arrays, floor):
@@ -70,38 +97,33 @@ def _time(timer, step, carry, arrays, floor):
     return timer.microseconds(round_, carry, [arrays], length=length) / sets
 
 
-def _step(case, op, metadata):
-    c = case.config
-    if op.startswith("compress"):
-        save = "all" if op == "compress_all" else "tail"
+def _step(case, op, metadata, implementation=None):
+    """The op as `carry, inputs -> carry`, and the bytes that it must move."""
+    options = {"config": case.config, "implementation": implementation}
+    save = "all" if op == "compress_all" else "tail"
 
-        def step(carry, a):
-            return compress(
-                a["kv_score"], a["ape"], *carry, metadata, a["norm_weight"], a["cos_sin"], config=c, save=save
-            )
-
-        return step, case.compress_bytes(metadata, save)
-    if op == "store":
-
-        def step(carry, a):
-            # The barrier ties the state to the cache: without, XLA would do equal calls' first halves once.
-            state, cache = jax.lax.optimization_barrier(carry)
-            return state, compress_norm_rope_store(
-                state, cache, metadata, a["norm_weight"], a["cos_sin"], config=c
-            )
-
-        return step, case.store_bytes(metadata)
-
-    def step(carry, a):
+    def run_compress(carry, a):
         state, cache = carry
+        weights = a["norm_weight"], a["cos_sin"]
+        return compress(a["kv_score"], a["ape"], state, cache, metadata, *weights, save=save, **options)
+
+    def run_store(carry, a):
+        # The barrier ties the state to the cache: without, XLA would do equal calls' first halves once.
+        state, cache = jax.lax.optimization_barrier(carry)
+        return state, compress_norm_rope_store(state, cache, metadata, a["norm_weight"], a["cos_sin"], **options)
+
+    def run_save(carry, a):
+        state, cache = carry
+        ratio = case.config.compress_ratio
+        where = metadata.positions, state, metadata.slot_mapping
         state = save_partial_states(
-            a["kv"], a["score"], a["ape"], metadata.positions, state, metadata.slot_mapping,
-            compress_ratio=c.compress_ratio,
-        )  # fmt: skip
+            a["kv"], a["score"], a["ape"], *where, compress_ratio=ratio, implementation=implementation
+        )
         return state, cache
 
-    return step, case.save_bytes()
-
-
-if __name__ == "__main__":
-    run()
+    return {
+        "compress": (run_compress, case.compress_bytes(metadata, save)),
+        "compress_all": (run_compress, case.compress_bytes(metadata, save)),
+        "store": (run_store, case.store_bytes(metadata)),
+        "save": (run_save, case.save_bytes()),
+    }[op]

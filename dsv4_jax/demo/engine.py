@@ -44,8 +44,8 @@ def split(tokens: np.ndarray) -> list[np.ndarray]:
 
 def schedule(lengths: list[int]) -> list[tuple[np.ndarray, int]]:
     """Tokens of each request in every step, and the batch length that the step is padded to."""
-    lengths = np.array(lengths)
-    left = np.maximum(lengths - DECODE, 0)
+    totals = np.array(lengths)
+    left = np.maximum(totals - DECODE, 0)
     prefill = []
     for i in itertools.count():
         counts = np.minimum(left, [CHUNKS[(i + r) % len(CHUNKS)] for r in range(len(left))])
@@ -55,7 +55,7 @@ def schedule(lengths: list[int]) -> list[tuple[np.ndarray, int]]:
         left = left - counts
     # One padded length for all prefill steps and one for all decode steps, so that each is compiled once.
     most = max((int(counts.sum()) for counts in prefill), default=0)
-    decode = [(np.minimum(lengths, DECODE) > i).astype(np.int64) for i in range(min(DECODE, lengths.max()))]
+    decode = [(np.minimum(totals, DECODE) > i).astype(np.int64) for i in range(min(DECODE, max(lengths)))]
     return [(counts, most) for counts in prefill] + [(counts, len(lengths)) for counts in decode]
 
 

@@ -57,7 +57,7 @@ def compress(
     tokens = metadata.positions.shape[0]
     kv_score = checks.array("kv_score", kv_score, (tokens, 2 * config.width), checks.FLOATS)
     ape = checks.array("ape", ape, (config.compress_ratio, config.width))
-    return _op(
+    state_cache, kv_cache = _op(
         kv_score,
         ape,
         state_cache,
@@ -70,15 +70,14 @@ def compress(
         config=config,
         save=save,
     )
+    return state_cache, kv_cache
 
 
 def implement(
     kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, save, platform
 ):
     """The op in plain JAX."""
-    kv_cache = store_keys(
-        kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, config=config
-    )
+    kv_cache = store_keys(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, config=config)
     # The windows are read before the states are written, so that XLA need not copy the state cache.
     state_cache, kv_cache = jax.lax.optimization_barrier((state_cache, kv_cache))
     if kv_score.shape[0] == 0:

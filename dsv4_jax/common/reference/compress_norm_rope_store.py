@@ -1,4 +1,4 @@
-"""`compress_norm_rope_store`: the windows that this step closes, read from the state cache, become keys in the cache."""
+"""`compress_norm_rope_store`: windows that this step closes, read from the state cache, become keys in the cache."""
 
 import functools
 

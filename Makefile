@@ -1,0 +1,27 @@
+# `make demo` and `make test` set up everything they need, in .venv, with Python 3.12.
+PYTHON ?= python3.12
+BIN := .venv/bin
+
+.PHONY: demo test lint clean
+
+demo: .venv/.demo
+	$(BIN)/python -m dsv4_jax demo
+
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: .venv/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+clean:
+	rm -rf .venv
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+.venv/.%: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	touch $@

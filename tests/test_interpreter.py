@@ -1,0 +1,65 @@
+"""In Triton's interpreter, as the ops run it, narrowing rounds to nearest even as hardware does."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import HAS_GPU
+
+pytest.importorskip("torch", reason="Triton's interpreter needs torch, which is not installed")
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="with a GPU kernels run on it, not in the interpreter")
+
+
+def narrow(values, to):
+    """float32 to "bf16" or "fp8e4nv" by a kernel in the interpreter; returns the bits."""
+    import torch
+    import triton
+    import triton.language as tl
+
+    from dsv4_jax.common.ops import interpreter
+
+    @triton.jit
+    def kernel(x, out, N: tl.constexpr, TO: tl.constexpr):
+        i = tl.arange(0, N)
+        if TO == "bf16":
+            tl.store(out + i, tl.load(x + i).to(tl.bfloat16).to(tl.int16, bitcast=True))
+        else:
+            tl.store(out + i, tl.load(x + i).to(tl.float8e4nv).to(tl.uint8, bitcast=True))
+
+    kernel.fn.__globals__["tl"] = tl
+    size = 1 << (len(values) - 1).bit_length()
+    x = torch.from_numpy(np.resize(values, size).astype(np.float32))
+    out = torch.zeros(size, dtype=torch.int16 if to == "bf16" else torch.uint8)
+    with interpreter.round_to_nearest_even():
+        kernel[(1,)](x, out, N=size, TO=to)
+    return out.numpy()[: len(values)].view(np.uint16 if to == "bf16" else np.uint8)
+
+
+def neighbourhoods(dtype, patterns):
+    """Every finite value, the midpoints between neighbours, and the float32 on each side of those."""
+    values = np.unique(patterns.view(dtype).astype(np.float32))
+    values = values[np.isfinite(values)]
+    middle = (values[1:].astype(np.float64) + values[:-1]) / 2
+    middle = middle.astype(np.float32)
+    points = np.concatenate([values, middle, np.nextafter(middle, np.inf), np.nextafter(middle, -np.inf)])
+    return points.astype(np.float32)
+
+
+def test_every_bf16_and_its_midpoints():
+    points = neighbourhoods(ml_dtypes.bfloat16, np.arange(1 << 16, dtype=np.uint16))
+    np.testing.assert_array_equal(narrow(points, "bf16"), points.astype(ml_dtypes.bfloat16).view(np.uint16))
+
+
+def test_every_fp8_and_its_midpoints():
+    points = neighbourhoods(ml_dtypes.float8_e4m3fn, np.arange(1 << 8, dtype=np.uint8))
+    np.testing.assert_array_equal(narrow(points, "fp8e4nv"), points.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+
+
+def test_the_interpreters_own_conversion_comes_back():
+    from triton.runtime import interpreter as triton_interpreter
+
+    from dsv4_jax.common.ops import interpreter
+
+    original = triton_interpreter._convert_float
+    with interpreter.round_to_nearest_even():
+        assert triton_interpreter._convert_float is not original
+    assert triton_interpreter._convert_float is original
