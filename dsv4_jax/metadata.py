@@ -76,7 +76,7 @@ class CompressorMetadata:
         block_table = checks.integers("block_table", block_table, (requests, "B"))
         kv_block_table = checks.integers("kv_block_table", kv_block_table, (requests, "K"))
         checks.at_least("num_tokens", num_tokens, 0)
-
+        checks.at_least("rollback", rollback, 0)
         return _build(config, query_start_loc, seq_lens, block_table, kv_block_table, num_tokens, rollback)
 
     @classmethod
@@ -106,7 +106,6 @@ class CompressorMetadata:
         requests = block_table.shape[0]
         query_start_loc = checks.integers("query_start_loc", query_start_loc, (requests + 1,))
         checks.at_least("rollback", rollback, 0)
-
         return _from_slots(
             config, positions, token_to_req, slot_mapping, kv_slot_mapping, block_table, query_start_loc, rollback
         )

@@ -93,7 +93,7 @@ def _time(timer, step, carry, arrays, floor):
     def round_(carry, inputs):
         return [step(c, a) for c, a in zip(carry, inputs, strict=True)]
 
-    length = max(2, min(20, round(600 / max(sets * floor, 10.0))))
+    length = max(2, min(60, round(600 / max(sets * floor, 10.0))))
     return timer.microseconds(round_, carry, [arrays], length=length) / sets
 
 
