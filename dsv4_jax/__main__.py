@@ -18,7 +18,8 @@ def main(argv: list[str] | None = None) -> int:
         "demo",
         help="run a text through all compressors and check every stored byte",
         description="Takes a text through the CSA, HCA and indexer compressors - chunked prefill, then decode, in "
-        "paged caches - and checks every stored byte against float64. Exit code: 0 all right, 1 a check failed, 2 bad input.",
+        "paged caches - and checks every stored byte against float64. Exit code: "
+        "0 all right, 1 a check failed, 2 bad input.",
     )
     demo.add_argument("text", nargs="?", metavar="TEXT", help="a UTF-8 text file; the default comes with the package")
     demo.add_argument("--checkpoint", metavar="DIR", help="take the compressors' weights from safetensors files here")

@@ -46,7 +46,8 @@ def traced(kind="csa", fmt="fp8_ds_mla", *, dtype="float32", norm="float32", sav
     """Traces `compress` as it is lowered for CUDA."""
     config = ops.make_config(kind, fmt, page_rows)
     metadata = CompressorMetadata.build(
-        config, jnp.array([0, tokens]), jnp.array([tokens]), jnp.zeros((1, 64), jnp.int32), jnp.zeros((1, 8), jnp.int32),
+        config, jnp.array([0, tokens]), jnp.array([tokens]),
+        jnp.zeros((1, 64), jnp.int32), jnp.zeros((1, 8), jnp.int32),
         num_tokens=tokens,
     )  # fmt: skip
     arguments = (
