@@ -60,8 +60,7 @@ def load(address: Int64, dtype=Int32, present=True):
 def store4(address: Int64, values, present=True) -> None:
     """Four float32 at a multiple of 16 bytes."""
     cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.s32 p, {$r5}, 0;"
-        " @p st.global.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} }; }",
+        "{ .reg .pred p; setp.ne.s32 p, {$r5}, 0; @p st.global.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} }; }",
         read_only_args=[address, *values, Int32(present)],
     )
 
