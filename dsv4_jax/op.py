@@ -53,7 +53,7 @@ class Op:
 
     def _lower(self, platform, ctx, *flat, tree, implementation, params):
         name = implementation or platforms.choose(self.name, platform)
-        if why := platforms.why_not(name, self.name, platform):
+        if why := platforms.why_not(name, self.name, platform, dict(params).get("config")):
             raise NotImplementedError(f"{self.name}(implementation={name!r}) cannot run on {platform}: {why}")
         implement: Callable = importlib.import_module(platforms.MODULES[name].format(op=self.name)).implement
 

@@ -4,6 +4,10 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsv4_jax.config import CompressorConfig
 
 IMPLEMENTATIONS = ("xla", "triton", "cutedsl")
 
@@ -36,15 +40,15 @@ def choose(op: str, platform: str) -> str:
     return "xla"
 
 
-def why_not(implementation: str, op: str, platform: str) -> str | None:
-    """None where the implementation of an op can run, else the reason why not and what would help."""
+def why_not(implementation: str, op: str, platform: str, config: "CompressorConfig | None" = None) -> str | None:
+    """None where the implementation of an op can run, for a compressor if one is given, else why not and what would."""
     if implementation == "xla":
         return None
     if importlib.util.find_spec(MODULES[implementation].format(op=op)) is None:
         return f"{op} has no {implementation} implementation; use one of {', '.join(implementations(op))}"
     if implementation == "triton":
         return _why_no_triton(platform)
-    return _why_no_cutedsl(platform)
+    return _why_no_cutedsl(platform, config)
 
 
 def implementations(op: str) -> tuple[str, ...]:
@@ -71,11 +75,15 @@ def _why_no_triton(platform):
     return None
 
 
-def _why_no_cutedsl(platform):
+def _why_no_cutedsl(platform, config):
     if platform != "cuda":
         return f"CuTeDSL kernels run on NVIDIA GPUs only, not on {platform}; use implementation=None"
     if not installed("nvidia-cutlass-dsl"):
         return "nvidia-cutlass-dsl is not installed; install dsv4-jax[cuda13]"
+    if config is not None:
+        from dsv4_jax.nvidia.ops import support
+
+        return support.why_not(config)
     return None
 
 
