@@ -1,6 +1,9 @@
 """DeepSeek-V4's KV compressor for JAX: gated softmax over windows, RMSNorm, RoPE, fp8 or fp4, paged caches."""
 
+from typing import TYPE_CHECKING
+
 from dsv4_jax.cache import CACHE_FORMATS, CacheFormat
+from dsv4_jax.checkpoint import load_compressors
 from dsv4_jax.common.reference.compress import compress
 from dsv4_jax.common.reference.compress_norm_rope_store import (
     compress_norm_rope_store,
@@ -11,6 +14,9 @@ from dsv4_jax.config import CompressorConfig
 from dsv4_jax.metadata import CompressorMetadata
 from dsv4_jax.rope import Yarn
 
+if TYPE_CHECKING:
+    from dsv4_jax.compressor import DeepseekCompressor
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -18,9 +24,20 @@ __all__ = [
     "CacheFormat",
     "CompressorConfig",
     "CompressorMetadata",
+    "DeepseekCompressor",
     "Yarn",
     "compress",
     "compress_norm_rope_store",
     "compress_norm_rope_store_triton",
+    "load_compressors",
     "save_partial_states",
 ]
+
+
+def __getattr__(name: str):
+    # Here on first use, since it needs flax.
+    if name == "DeepseekCompressor":
+        from dsv4_jax.compressor import DeepseekCompressor
+
+        return DeepseekCompressor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -110,6 +110,33 @@ class CompressorMetadata:
             config, positions, token_to_req, slot_mapping, kv_slot_mapping, block_table, query_start_loc, rollback
         )
 
+    def at_layer(
+        self, config: CompressorConfig, layer: jax.Array | int, state_pages: int, kv_pages: int
+    ) -> "CompressorMetadata":
+        """The same step in caches that hold several layers, one after another along the page axis.
+
+        What lies outside a layer's own pages stays outside. Works under `jax.jit` and in `scan` over layers.
+
+        Args:
+          config: the compressor.
+          layer: `[]` int32, which of the cache's layers, from 0.
+          state_pages, kv_pages: the pages of one layer.
+        """
+        state_rows, kv_rows = state_pages * config.page_rows, kv_pages * config.kv_page_rows
+
+        def move(values, size):
+            return jnp.where((values >= 0) & (values < size), values + layer * size, -1).astype(jnp.int32)
+
+        return dataclasses.replace(
+            self,
+            slot_mapping=move(self.slot_mapping, state_rows),
+            block_table=move(self.block_table, state_pages),
+            kv_slot_mapping=move(self.kv_slot_mapping, kv_rows),
+            closing=self.closing.at[:, 2].set(move(self.closing[:, 2], kv_rows)),
+            window_slots=move(self.window_slots, state_rows),
+            saving=self.saving.at[:, 2].set(move(self.saving[:, 2], state_rows)),
+        )
+
 
 # Jitted, so that eager calls cost one launch instead of dozens.
 @functools.partial(jax.jit, static_argnames=("config", "num_tokens", "rollback"))

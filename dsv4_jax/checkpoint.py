@@ -1,0 +1,246 @@
+"""Weights of compressors from safetensors files, under the names of DeepSeek, Hugging Face and vLLM.
+
+A file is a JSON header of names, types and offsets before plain little-endian arrays, so it is mapped into memory here
+without another library; NumPy's front end of safetensors knows no fp8.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.config import CompressorConfig
+
+if TYPE_CHECKING:
+    from dsv4_jax.compressor import DeepseekCompressor
+
+# What a tensor is, by the end of its name.
+ROLES = {
+    "wkv.weight": "kv",
+    "kv_proj.weight": "kv",
+    "wgate.weight": "gate",
+    "gate_proj.weight": "gate",
+    "fused_wkv_wgate.weight": "kv_gate",
+    "ape": "ape",
+    "position_bias": "ape",
+    "norm.weight": "norm",
+    "kv_norm.weight": "norm",
+}
+# The indexer stands before the word compressor or after it. Layers of multi-token prediction have another prefix.
+NAME = re.compile(
+    r"(?:(?:language_)?model\.)*layers\.(\d+)\.((?:\w+\.)*?compressor(?:\.\w+)*?)\."
+    rf"({'|'.join(map(re.escape, ROLES))})"
+)
+SCALES = ("scale", "weight_scale_inv")  # instead of `weight`, at the end of the name
+BLOCK = 128  # rows and columns of a quantised weight under one scale
+DTYPES = {
+    "F32": jnp.float32,
+    "F16": jnp.float16,
+    "BF16": jnp.bfloat16,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E8M0": jnp.float8_e8m0fnu,
+}
+
+
+def load_compressors(
+    path: str | os.PathLike,
+    layers: Iterable[int] | None = None,
+    *,
+    configs: Sequence[tuple[CompressorConfig, ...]] | None = None,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> dict[int, tuple["DeepseekCompressor", ...]]:
+    """Loads the compressors of a DeepSeek-V4 checkpoint; no other tensor is read. Needs flax.
+
+    Names: DeepSeek's (`layers.N.attn.compressor.wkv.weight`), Hugging Face's
+    (`model.layers.N.self_attn.compressor.kv_proj.weight`) and vLLM's (`...compressor.fused_wkv_wgate.weight`). Weights
+    in fp8 are multiplied by the scales of their blocks of 128 x 128: `weight_scale_inv`, or `scale` in UE8M0.
+
+    Args:
+      path: a .safetensors file, or a directory of them, with or without `model.safetensors.index.json`.
+      layers: which to load; all by default.
+      configs: the compressors of every layer, as `CompressorConfig.from_pretrained_config` returns them: the way to
+        other cache formats or page sizes. By default it is read from the config.json beside the weights.
+      dtype: of the projections, float32 or bfloat16. Position biases and norm weights are float32 always.
+
+    Returns:
+      For each layer `(csa, indexer)`, `(hca,)`, or `()` where attention is by sliding window alone.
+
+    Raises:
+      FileNotFoundError: there is no such file, no weights, or no config.json.
+      ValueError: a file is not as it should be, or a tensor is missing, of another shape or dtype; the message names
+        the file and the tensor.
+    """
+    from dsv4_jax.compressor import DeepseekCompressor, nnx
+
+    checkpoint = Checkpoint(path)
+    if configs is None:
+        configs = CompressorConfig.from_pretrained_config(checkpoint.directory / "config.json")
+
+    def load(layer: int, config: CompressorConfig, indexer: bool) -> "DeepseekCompressor":
+        weights = checkpoint.weights(layer, config, indexer=indexer, dtype=dtype)
+        hidden_size = len(weights["wkv_gate"])
+        # Abstract, as its random weights would be thrown away.
+        module = nnx.eval_shape(lambda: DeepseekCompressor(config, hidden_size, param_dtype=dtype, rngs=nnx.Rngs(0)))
+        for name, value in weights.items():
+            getattr(module, name).set_value(jnp.asarray(value))
+        return module
+
+    layers = range(len(configs)) if layers is None else list(layers)
+    for layer in layers:
+        if not 0 <= layer < len(configs):
+            raise ValueError(f"layers has {layer!r}; the model's layers are 0 to {len(configs) - 1}")
+    return {layer: tuple(load(layer, c, indexer=i == 1) for i, c in enumerate(configs[layer])) for layer in layers}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor in a file: where it lies, and what its header says of it."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
+
+    def map(self) -> np.ndarray:
+        """The tensor, mapped into memory: bytes are read when they are used."""
+        bytes_ = np.memmap(self.file, np.uint8, "r", self.offset, self.size)
+        return bytes_.view(np.dtype(DTYPES[self.dtype])).reshape(self.shape)
+
+    def must_have(self, shape: tuple[int | None, ...], dtypes: Iterable[str]) -> None:
+        """Raises unless shape (None stands for any length but 0) and dtype are right."""
+        fits = len(shape) == len(self.shape) and 0 not in self.shape
+        if not fits or any(w not in (None, n) for n, w in zip(self.shape, shape, strict=True)):
+            want = ", ".join("any" if n is None else str(n) for n in shape)
+            raise ValueError(f"{self.file}: {self.name} has shape {list(self.shape)}; it must be [{want}]")
+        if self.dtype not in dtypes:
+            raise ValueError(f"{self.file}: {self.name} has dtype {self.dtype}; it must be {' or '.join(dtypes)}")
+
+
+class Checkpoint:
+    """The compressors in one or more safetensors files. Headers are read when they are needed, tensors when asked for.
+
+    Attributes:
+      directory: of the files.
+      compressors: the tensors' names by role (`ROLES`), of each `(layer, whether it is the indexer's)`.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        path = Path(path)
+        self.directory = path if path.is_dir() else path.parent
+        self.files = _files(path)
+        self.compressors: dict[tuple[int, bool], dict[str, str]] = {}
+        for name in self.files:
+            if match := NAME.fullmatch(name):
+                key = int(match[1]), "indexer" in match[2].split(".")
+                other = self.compressors.setdefault(key, {}).setdefault(ROLES[match[3]], name)
+                if other != name:
+                    raise ValueError(f"{path} has both {other} and {name}; it must have one of them")
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of this name."""
+        file = self.files[name]
+        if name not in (header := _header(file)):
+            raise ValueError(f"{file} has no tensor {name}, which the index says it has")
+        return header[name]
+
+    def weights(
+        self, layer: int, config: CompressorConfig, *, indexer: bool = False, dtype: jax.typing.DTypeLike = jnp.float32
+    ) -> dict[str, np.ndarray]:
+        """`wkv_gate` `[hidden, 2W]` of `dtype`, `ape` `[m, W]` and `norm` `[D]` float32, of a layer's compressor."""
+        names = self.compressors.get((layer, indexer), {})
+        needed = ("kv_gate", "ape", "norm") if "kv_gate" in names else ("kv", "gate", "ape", "norm")
+        if missing := [role for role in needed if role not in names]:
+            ends = " or ".join(end for end, role in ROLES.items() if role == missing[0])
+            of = f"layer {layer}'s {'indexer' if indexer else 'compressor'}"
+            raise ValueError(f"{self.directory}: {of} has no tensor {ends}")
+        w = config.width
+        if "kv_gate" in names:
+            projection = self._weight(names["kv_gate"], 2 * w, None, dtype)
+        else:
+            kv = self._weight(names["kv"], w, None, dtype)
+            projection = np.concatenate([kv, self._weight(names["gate"], w, kv.shape[1], dtype)])
+        return {
+            "wkv_gate": np.ascontiguousarray(projection.T),
+            "ape": self._plain(names["ape"], (config.compress_ratio, w)),
+            "norm": self._plain(names["norm"], (config.head_dim,)),
+        }
+
+    def _plain(self, name: str, shape: tuple[int | None, ...], dtype: jax.typing.DTypeLike = jnp.float32):
+        tensor = self.tensor(name)
+        tensor.must_have(shape, ("F32", "F16", "BF16"))
+        return tensor.map().astype(np.dtype(dtype))
+
+    def _weight(self, name: str, rows: int, columns: int | None, dtype: jax.typing.DTypeLike):
+        """A projection's weight, multiplied by its scales if it is in fp8."""
+        tensor = self.tensor(name)
+        scales = [s for s in (name.removesuffix("weight") + end for end in SCALES) if s in self.files]
+        if tensor.dtype != "F8_E4M3" or not scales:  # without scales, fp8 is an error that says so
+            return self._plain(name, (rows, columns), dtype)
+        tensor.must_have((rows, columns), ("F8_E4M3",))
+        rows, columns = tensor.shape
+        scale = self.tensor(scales[0])
+        scale.must_have((-(-rows // BLOCK), -(-columns // BLOCK)), ("F32", "BF16", "F8_E8M0"))
+        scale = scale.map().astype(np.float32)
+        scale = scale.repeat(BLOCK, axis=0)[:rows].repeat(BLOCK, axis=1)[:, :columns]
+        return (tensor.map().astype(np.float32) * scale).astype(np.dtype(dtype))
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """The file that holds each tensor."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist")
+    if not path.is_dir():
+        return dict.fromkeys(_header(path), path)
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {name: path / file for name, file in weight_map.items()}
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from error
+    files = {name: file for file in sorted(path.glob("*.safetensors")) for name in _header(file)}
+    if not files:
+        raise FileNotFoundError(f"{path} has no .safetensors file with a tensor in it")
+    return files
+
+
+def _header(file: Path) -> dict[str, Tensor]:
+    stat = file.stat()
+    return _read_header(file, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=256)  # of files as they were
+def _read_header(file: Path, size: int, _) -> dict[str, Tensor]:
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if 8 + length > size:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        tensors = {}
+        for name, entry in header.items():
+            start, end = (8 + length + at for at in entry["data_offsets"])
+            tensors[name] = tensor = Tensor(name, file, entry["dtype"], tuple(entry["shape"]), start)
+            if not 8 + length <= start <= end <= size:
+                raise ValueError(f"{name} does not lie in the file")
+            if tensor.dtype in DTYPES and end - start != tensor.size:
+                raise ValueError(f"{name} has not the {tensor.size} bytes of its shape")
+        return tensors
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} cannot be read as safetensors: {error}") from error
