@@ -217,23 +217,28 @@ CACHE_FORMATS = {
 
 def _quantise_fp8(x, block):
     """The fp8 codes of bf16-rounded x, and the exponent of each block's scale."""
-    x = _round_bf16(x).reshape(*x.shape[:-1], -1, block)
-    e = _scale_exponent(_amax(x, FP8_AMAX_MIN), FP8_MAX)
-    return _fp8(x * _pow2(-e)[..., None]).reshape(*x.shape[:-2], -1), e
+    blocks = _blocks(_round_bf16(x), block)
+    e = _scale_exponent(_amax(blocks, FP8_AMAX_MIN), FP8_MAX)
+    return _fp8(blocks * _pow2(-e)[..., None]).reshape(x.shape), e
 
 
 def _quantise_fp4(x, block):
     """The E2M1 codes (one a byte) of bf16-rounded x, and the exponent of each block's scale."""
-    x = _round_bf16(x).reshape(*x.shape[:-1], -1, block)
-    e = _scale_exponent(_amax(x, FP4_AMAX_MIN), FP4_MAX)
-    x = x * _pow2(-e)[..., None]
+    blocks = _blocks(_round_bf16(x), block)
+    e = _scale_exponent(_amax(blocks, FP4_AMAX_MIN), FP4_MAX)
+    x = (blocks * _pow2(-e)[..., None]).reshape(x.shape)
     a = jnp.abs(x)
     # Midpoints between neighbours, each going to the even code.
     code = sum((a > t).astype(jnp.uint8) for t in (0.25, 1.25, 2.5, 5.0))
     code += sum((a >= t).astype(jnp.uint8) for t in (0.75, 1.75, 3.5))
     code |= jnp.where(jnp.signbit(x), jnp.uint8(8), jnp.uint8(0))
     code = jnp.where(jnp.isnan(x), jnp.uint8(7), code)
-    return code.reshape(*x.shape[:-2], -1), e
+    return code, e
+
+
+def _blocks(x, block):
+    """x with its last axis split into blocks; -1 would not do, since there may be no rows."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
 
 
 def _amax(x, least):
@@ -279,20 +284,20 @@ def _from_fp8(values):
 
 
 def _from_bf16(values):
-    return lax.bitcast_convert_type(values.reshape(*values.shape[:-1], -1, 2), jnp.bfloat16).astype(jnp.float32)
+    return lax.bitcast_convert_type(_blocks(values, 2), jnp.bfloat16).astype(jnp.float32)
 
 
 def _scaled(x, exponents):
     # ldexp in two exact steps: 2**-127 is below the normal range.
-    x = x.reshape(*exponents.shape, -1)
+    blocks = _blocks(x, x.shape[-1] // exponents.shape[-1])
     half = exponents // 2
-    return (x * _pow2(half)[..., None] * _pow2(exponents - half)[..., None]).reshape(x.shape[0], -1)
+    return (blocks * _pow2(half)[..., None] * _pow2(exponents - half)[..., None]).reshape(x.shape)
 
 
 def _bytes(x):
     """The bytes of x's last axis, little end first."""
     b = lax.bitcast_convert_type(x, jnp.uint8)
-    return b if b.ndim == x.ndim else b.reshape(*x.shape[:-1], -1)
+    return b if b.ndim == x.ndim else b.reshape(*x.shape[:-1], x.shape[-1] * b.shape[-1])
 
 
 def _scatter_bytes(cache, page, offset, rows):

@@ -49,7 +49,15 @@ class Op:
 
     def _abstract_eval(self, *flat, tree, **_):
         args = jax.tree.unflatten(tree, flat)
-        return [args[i] for i in self.updates]
+        results = [args[i] for i in self.updates]
+        varying = frozenset().union(*map(_varying, flat))
+        for result in results:
+            if axes := sorted(map(str, varying - _varying(result))):
+                raise ValueError(
+                    f"{self.name} under jax.shard_map: a cache of type {result} is the same on all devices along "
+                    f"{', '.join(axes)}, but the batch differs there; shard the cache too, so that each has its own"
+                )
+        return results
 
     def _lower(self, platform, ctx, *flat, tree, implementation, params):
         name = implementation or platforms.choose(self.name, platform)
@@ -78,6 +86,11 @@ class Op:
             f"{self.name} cannot be batched by jax.vmap; put the batch's sequences one after another as requests of "
             "one CompressorMetadata, or use jax.lax.map"
         )
+
+
+def _varying(aval) -> frozenset:
+    """The mesh axes along which a value differs from device to device, under `jax.shard_map(check_vma=True)`."""
+    return getattr(getattr(aval, "mat", None), "varying", frozenset())
 
 
 @functools.cache

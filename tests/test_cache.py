@@ -190,3 +190,15 @@ def test_no_scale_byte_is_255(name):
 def test_errors(call, error, match):
     with pytest.raises(error, match=match):
         call(CACHE_FORMATS)
+
+
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+def test_no_rows(name):
+    fmt = CACHE_FORMATS[name]
+    scale = 1.0 if fmt.needs_scale else None
+    values, scales = fmt.pack(jnp.zeros((0, fmt.head_dim)), scale)
+    assert values.shape == (0, fmt.value_bytes) and scales.shape == (0, fmt.scale_bytes)
+    cache = fmt.allocate(1, 2)
+    none = jnp.zeros(0, jnp.int32)
+    np.testing.assert_array_equal(fmt.store(cache, values, scales, none, 2), cache)
+    assert fmt.unpack(cache, none, 2, scale=scale).shape == (0, fmt.head_dim)

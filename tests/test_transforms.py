@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -238,3 +239,34 @@ def test_int64_indices(implementation):
         arrays = (batch.kv_score[:, :w], batch.kv_score[:, w:], batch.ape, wide["positions"], batch.state, slots)
         state = dsv4_jax.save_partial_states(*map(jnp.asarray, arrays), compress_ratio=4, implementation=implementation)
         ops.same_bytes(state, ops.saved(batch, tokens=range(2, len(slots))))
+
+
+def test_shard_map_wants_a_cache_for_each_device():
+    """A cache that is the same on all devices, with a batch that is not, cannot stay the same: an error says so."""
+    code = """
+        import jax, jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        import dsv4_jax
+
+        csa = dsv4_jax.CompressorConfig.csa("bf16")
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        kv, ape = jnp.ones((8, 1024)), jnp.zeros((4, 1024))
+        slots = jnp.arange(8, dtype=jnp.int32) % 4
+
+        def save(states, kv, slots):
+            return dsv4_jax.save_partial_states(kv, kv, ape, slots, states, slots, compress_ratio=4)
+
+        def run(cache_spec, states):
+            sharded = jax.shard_map(save, mesh=mesh, in_specs=(cache_spec, P("data"), P("data")), out_specs=cache_spec)
+            return jax.jit(sharded)(states, kv, slots)
+
+        assert run(P("data"), jnp.zeros((2, 4, 2048)))[:, :, 0].tolist() == [[1] * 4] * 2
+        try:
+            run(P(), jnp.zeros((1, 4, 2048)))
+        except ValueError as error:
+            assert "shard the cache too" in str(error) and "along data" in str(error), error
+        else:
+            raise AssertionError("no error")
+    """
+    done = run_python(textwrap.dedent(code), XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    assert done.returncode == 0, done.stderr
