@@ -60,25 +60,26 @@ class Server:
       requests: how many.
       most: tokens of a request, at most.
       chunk: what a step of more tokens than requests is padded to.
-      state_pages: that all requests share; where None every position has its own page and keeps it.
+      pool: state pages that the requests share; where None every position has its own page and keeps it.
       keys: also keep the keys before quantisation, in `made`, by cache slot.
       save, rollback, implementation: of the steps.
     """
 
     def __init__(
-        self, layer, requests, most, chunk, *, state_pages=None, keys=False, save="tail", rollback=0,
+        self, layer, requests, most, chunk, *, pool=None, keys=False, save="tail", rollback=0,
         implementation=None,
     ):  # fmt: skip
         c = self.config = layer.config
         self.graph, self.params = nnx.split(layer)
         self.options = {"save": save, "rollback": rollback, "keys": keys, "implementation": implementation}
-        self.chunk, self.rollback, self.recycles = chunk, rollback, state_pages is not None
+        self.chunk, self.rollback, self.recycles = chunk, rollback, pool is not None
         rng = np.random.default_rng(7)
         columns, kv_columns = -(-most // c.page_rows), -(-most // c.compress_ratio // c.kv_page_rows)
-        pages = requests * columns if state_pages is None else state_pages
+        # The cache has as many pages with a pool as without, so that both take the same compilation.
+        pages = requests * columns
         order = rng.permutation(pages).astype(np.int32)
         self.table = np.full((requests, columns), -1, np.int32) if self.recycles else order.reshape(requests, -1)
-        self.free = deque(order.tolist() if self.recycles else [])
+        self.free = deque(order[:pool].tolist() if self.recycles else [])
         self.kv_table = rng.permutation(requests * kv_columns).astype(np.int32).reshape(requests, -1)
         # NaN in every row that is not written: read by mistake it would show.
         states = jnp.full((pages, c.page_rows, 2 * c.width), jnp.nan, jnp.float32)
@@ -98,7 +99,7 @@ class Server:
         hidden = np.full((total, chunks[0].shape[1]), np.nan, chunks[0].dtype)
         hidden[: starts[-1]] = np.concatenate(chunks)
         # Copies, as a CPU array may share NumPy's memory and the tables are changed while a step still runs.
-        args = [jnp.array(a) for a in (hidden, starts, self.done, self.table, self.kv_table)]
+        args = [np.array(a) for a in (hidden, starts, self.done, self.table, self.kv_table)]
         self.caches, made = step(self.graph, self.params, self.caches, *args, self.cos_sin, **self.options)
         if made:
             self.made.update((s, k) for k, s in zip(*map(np.asarray, made), strict=True) if s >= 0)
@@ -127,29 +128,28 @@ class Server:
             return np.zeros((0, self.config.head_dim), np.float32)
         return np.asarray(self.config.format.unpack(self.caches[1], slots, self.config.kv_page_rows))
 
-    def first_needed(self, request):
-        """The first position whose state a later step may still read."""
+    def first_needed(self, request, rollback):
+        """The first position whose state a later step may still read, if it takes back up to `rollback` tokens."""
         m = self.config.compress_ratio
-        kept = max(int(self.done[request]) - self.rollback, 0)
+        kept = max(int(self.done[request]) - rollback, 0)
         return max(kept // m * m - (m if self.config.overlap else 0), 0)
 
     def states(self, request):
-        """The states that a later step may still read."""
-        p = np.arange(self.first_needed(request), self.done[request])
+        """The states that the next step may still read."""
+        p = np.arange(self.first_needed(request, 0), self.done[request])
         pages = self.table[request, p // self.config.page_rows]
         assert (pages >= 0).all()
         return np.asarray(self.caches[0])[pages, p % self.config.page_rows]
 
     def _take_pages(self):
+        rows = self.config.page_rows
         for r, row in enumerate(self.table):
-            for column in range(
-                self.first_needed(r) // self.config.page_rows, -(-self.done[r] // self.config.page_rows)
-            ):
+            for column in range(self.first_needed(r, self.rollback) // rows, -(-self.done[r] // rows)):
                 if row[column] < 0:
                     row[column] = self.free.popleft()
 
     def _give_pages_back(self):
         for r, row in enumerate(self.table):
-            passed = row[: self.first_needed(r) // self.config.page_rows]
+            passed = row[: self.first_needed(r, self.rollback) // self.config.page_rows]
             self.free.extend(passed[passed >= 0].tolist())
             passed[:] = -1

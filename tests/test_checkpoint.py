@@ -277,7 +277,7 @@ def test_a_checkpoint_gives_hugging_faces_keys(layer, part, requests, model):
     hidden = [np.random.default_rng(key).standard_normal((key[0], hf.HIDDEN)).astype(np.float32) for key in requests]
     server = Server(
         compressor, len(requests), max(lengths), chunk=130 if layer == CSA else 1500, keys=True,
-        state_pages=len(requests) * -(-2 * config.window // config.page_rows),
+        pool=len(requests) * -(-2 * config.window // config.page_rows),
     )  # fmt: skip
     for ab in itertools.zip_longest(*map(itertools.pairwise, edges), fillvalue=(0, 0)):
         server.feed(*(h[a:b] for h, (a, b) in zip(hidden, ab, strict=True)))
