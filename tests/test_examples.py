@@ -1,0 +1,28 @@
+"""Every example runs, prints what it is for, and is short."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SAYS = {
+    "decode_loop": r"441 tokens of 3 requests, 109 keys in 3 cache pages\n6 of 12 state pages in use, 2 compilations\n",
+    "from_torch": r"10 keys from torch's hidden states; JAX's own differ by \d\.\de[+-]\d\d of the largest\n",
+    "parity": r"compressor .*\nCSA +fp8_ds_mla(.*\n)+CSA +bf16(.*\n)+indexer +indexer_mxfp4(.*\n)+HCA(.*\n)+\*.*\n",
+}
+NEEDS = {"decode_loop": ["flax"], "from_torch": ["flax", "torch"], "parity": ["flax", "torch", "transformers"]}
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (ROOT / "examples").glob("*.py")))
+def test_example(name):
+    for package in NEEDS[name]:
+        pytest.importorskip(package)
+    path = ROOT / "examples" / f"{name}.py"
+    source = path.read_text()
+    assert f"python examples/{name}.py" in source.split('"""')[1] and len(source.splitlines()) < 80
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(SAYS[name], done.stdout), done.stdout
