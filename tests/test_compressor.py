@@ -12,7 +12,7 @@ import numpy as np
 import ops
 import pytest
 import serving
-from serving import Server, hidden_states, make_layer, nnx
+from serving import DecodeLoop, Server, hidden_states, make_layer, nnx
 
 import dsv4_jax
 from dsv4_jax import CompressorConfig, CompressorMetadata, compress
@@ -358,3 +358,45 @@ def test_sharded():
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, env=env)
     assert done.stdout == "ok\n", done.stderr
+
+
+# A decode loop with everything in one step.
+
+
+def decode_loop(implementation, requests, steps, hidden_size=HIDDEN):
+    layers = {kind: make_layer(config, hidden_size) for kind, config in CONFIGS.items()}
+    loop = DecodeLoop(layers, requests, steps, implementation)
+    caches = [cache for pair in loop.state[1].values() for cache in pair]
+    assert not ops.copies(loop.compile(), *caches)
+    loop.run(3)
+    addresses = [cache.unsafe_buffer_pointer() for pair in loop.state[1].values() for cache in pair]
+    after = loop.run(steps - 3)
+    assert [cache.unsafe_buffer_pointer() for pair in after.values() for cache in pair] == addresses
+    assert loop.step._cache_size() == 1
+    return after
+
+
+def test_decode_loop():
+    """Positions, slots and closing windows change; the compilation, the buffers and their addresses do not."""
+    decode_loop("xla", requests=3, steps=140)
+
+
+@pytest.mark.gpu
+def test_decode_loop_on_a_gpu():
+    serving.assert_alike(*(decode_loop(i, requests=64, steps=200, hidden_size=1024) for i in ("triton", "xla")))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("save", ["tail", "all"])
+def test_prefill_on_a_gpu(kind, save):
+    layer = make_layer(CONFIGS[kind], 1024, param_dtype=jnp.bfloat16)
+    hidden = [hidden_states(n, 1024, seed=n).astype(jnp.bfloat16) for n in (700, 33)]
+    caches = {}
+    for implementation in ("triton", "xla"):
+        prefilled = Server(layer, 2, 700, chunk=400, save=save, implementation=implementation)
+        for a in (0, 350):
+            prefilled.feed(*(h[a : a + 350] for h in hidden))
+        states, cache = prefilled.caches
+        caches[implementation] = {kind: (jnp.nan_to_num(states, nan=7.0), cache)}
+    serving.assert_alike(caches["triton"], caches["xla"])
