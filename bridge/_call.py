@@ -7,6 +7,7 @@ the program runs is decided while tracing or lowering; a run only makes the tens
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,8 @@ def torch_call(
     into XLA's buffers. Their shapes and dtypes are found by running `fn` on fake tensors while tracing.
 
     `fn` runs under `torch.no_grad()`, with all tensors contiguous and on one device, that device and XLA's stream being
-    torch's current ones. It must not write to an input that has no alias. Captured in a command buffer (a CUDA graph)
+    torch's current ones. The tensors are valid during the call alone: it must not keep one, and must not write to an
+    input that has no alias. Captured in a command buffer (a CUDA graph)
     its Python runs when the graph is recorded and not when it is replayed: it must launch the same work each time, and
     must not synchronise, read tensor values on the host, compile or allocate memory. Keep `fn` one object over calls:
     a new lambda or partial is a new program to compile.
@@ -157,8 +159,23 @@ def _fake_device() -> str:
     return "cuda" if jax.default_backend() == "gpu" and load_torch().cuda.is_available() else "cpu"
 
 
-@functools.lru_cache(maxsize=256)
-def _infer(fn: Callable, name: str, in_avals: tuple, scratch_avals: tuple, device: str, x64: bool) -> tuple[tuple, Any]:
+def _infer(fn: Callable, *case: Any) -> tuple[tuple, Any]:
+    """`_infer_anew`, once for each case, for as long as `fn` lives."""
+    try:
+        known = _INFERRED.setdefault(fn, {})
+    except TypeError:  # no weak references to such a callable
+        return _infer_anew(fn, *case)
+    if case not in known:
+        known[case] = _infer_anew(fn, *case)
+    return known[case]
+
+
+_INFERRED: weakref.WeakKeyDictionary[Callable, dict] = weakref.WeakKeyDictionary()
+
+
+def _infer_anew(
+    fn: Callable, name: str, in_avals: tuple, scratch_avals: tuple, device: str, x64: bool
+) -> tuple[tuple, Any]:
     """The avals and the structure of what `fn` returns, from a run on fake tensors. `x64` only tells cases apart."""
     del x64
     torch = load_torch()
@@ -196,15 +213,17 @@ def _infer(fn: Callable, name: str, in_avals: tuple, scratch_avals: tuple, devic
 # Running: what happens at each call, and so what must be lean.
 
 
-def _writer(fn: Callable, name: str, num_in: int, num_results: int, aliases: tuple) -> Callable:
+def _writer(fn: Callable, name: str, num_in: int, result_avals: tuple, aliases: tuple) -> Callable:
     """A function of XLA's buffers, all inputs and then all results, that has `fn` write its outputs."""
     torch = load_torch()
+    num_results = len(result_avals)
     result_of = {i: num_in + o for i, o in aliases}
     aliased = set(result_of.values())
     # An aliased input and output are one buffer: it is taken from the results, which are the ones that may be written.
     order = [result_of.get(i, i) for i in range(num_in)]
     order += [r for r in range(num_in, num_in + num_results) if r not in aliased]
     written = [position for position, index in enumerate(order) if index >= num_in]
+    shapes = {position: result_avals[order[position] - num_in].shape for position in written}
 
     def run(buffers: tuple) -> None:
         tensors = [torch.from_dlpack(buffers[index].__dlpack__()) for index in order]
@@ -214,6 +233,13 @@ def _writer(fn: Callable, name: str, num_in: int, num_results: int, aliases: tup
                 f"torch_call: {name} returned {_described(returned)}, which would be lost: out_type was given, so it "
                 "must write to the output tensors it is passed last, and return None"
             )
+        # torch moves an out= tensor of the wrong shape to other memory, where XLA would not see it.
+        for position, shape in shapes.items():
+            if tensors[position].shape != shape:
+                raise TypeError(
+                    f"torch_call: {name} changed the shape of an output from {tuple(shape)} to "
+                    f"{tuple(tensors[position].shape)}; out_type must have the shape that it writes"
+                )
 
     return run
 
@@ -268,7 +294,29 @@ def _stream(pointer: int, device: int) -> torch.cuda.Stream:
 torch_call_p = Primitive("torch_call")
 torch_call_p.multiple_results = True
 torch_call_p.def_impl(functools.partial(xla.apply_primitive, torch_call_p))
-torch_call_p.def_abstract_eval(lambda *in_avals, result_avals, **_: result_avals)
+
+
+def _result_avals(*in_avals: Any, result_avals: tuple, name: str, **_: Any) -> tuple:
+    """The results' types; under `jax.shard_map(check_vma=True)` they vary over the devices that the arguments do."""
+    varying = [frozenset(getattr(getattr(aval, "mat", None), "varying", ())) for aval in in_avals]
+    union = frozenset().union(*varying)
+    if not union:
+        return result_avals
+    if union not in varying:
+        raise ValueError(
+            f"torch_call of {name} under jax.shard_map: its arguments vary along different mesh axes, "
+            f"{' and '.join(str(sorted(map(str, v))) for v in varying)}; make one vary along all by jax.lax.pcast"
+        )
+    like = in_avals[varying.index(union)]
+
+    def varied(aval: Any) -> Any:
+        sharding = like.sharding.update(spec=jax.P(*[None] * aval.ndim))
+        return like.update(shape=aval.shape, dtype=aval.dtype, weak_type=False, sharding=sharding)
+
+    return tuple(map(varied, result_avals))
+
+
+torch_call_p.def_abstract_eval(_result_avals)
 
 
 def _lower(ctx: Any, *operands: Any, fn, name, result_avals, returned_tree, aliases, capture, gpu: bool) -> Any:
@@ -280,7 +328,7 @@ def _lower(ctx: Any, *operands: Any, fn, name, result_avals, returned_tree, alia
     torch = load_torch()
     num_in = len(operands)
     if returned_tree is None:
-        run = _writer(fn, name, num_in, len(result_avals), aliases)
+        run = _writer(fn, name, num_in, result_avals, aliases)
     else:
         run = _returner(fn, name, num_in, result_avals[: returned_tree.num_leaves], returned_tree)
 

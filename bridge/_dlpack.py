@@ -115,6 +115,8 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     torch = load_torch()
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"to_jax: tensor is a {type(tensor).__name__}; it must be a torch.Tensor")
+    if type(tensor).__name__ == "FakeTensor":
+        raise TypeError("to_jax: tensor is a FakeTensor, which has no memory; it must be a real one")
     if tensor.device.type not in _ALIGNMENT:
         raise ValueError(f"to_jax: tensor is on device {tensor.device}; it must be on cpu or cuda (ROCm's name too)")
     if tensor.layout != torch.strided:

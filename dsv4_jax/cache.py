@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dsv4_jax import checks
+
 ROPE_DIM = 64
 FP8_MAX = 448.0
 FP4_MAX = 6.0
@@ -141,13 +143,12 @@ class CacheFormat:
         page = jnp.where(inside, slots // page_rows, cache.shape[0])
         row = slots % page_rows
         if not self.packed:
-            rows = lax.bitcast_convert_type(
-                values.reshape(-1, self.head_dim, self.dtype.itemsize).squeeze(-1)
-                if self.dtype.itemsize == 1
-                else values.reshape(-1, self.head_dim, self.dtype.itemsize),
-                self.dtype,
-            )
-            return cache.at[page, row].set(rows, mode="drop")
+            if self.dtype == jnp.bfloat16:
+                rows = lax.bitcast_convert_type(_blocks(values, 2), self.dtype)
+                return cache.at[page, row].set(rows, mode="drop")
+            # As bytes: XLA's CPU backend would scatter fp8 by converting the whole cache to float16 and back.
+            done = lax.bitcast_convert_type(cache, jnp.uint8).at[page, row].set(values, mode="drop")
+            return lax.bitcast_convert_type(done, self.dtype)
         cache = _scatter_bytes(cache, page, row * self.value_bytes, values)
         return _scatter_bytes(cache, page, page_rows * self.value_bytes + row * self.scale_bytes, scales)
 
@@ -181,7 +182,9 @@ class CacheFormat:
         Returns:
           `[N, head_dim]` float32.
         """
+        checks.at_least("page_rows", page_rows, 1)
         self.check_cache("cache", cache, page_rows)
+        slots = checks.integers("slots", slots, ("N",))
         values, scales = self.load(cache, slots, page_rows)
         if self.name == "fp8_ds_mla":
             nope, rope = values[:, : -2 * ROPE_DIM], values[:, -2 * ROPE_DIM :]

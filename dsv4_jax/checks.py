@@ -30,7 +30,10 @@ def array(name: str, value, shape: tuple, dtypes: tuple = (jnp.float32,)) -> jax
 def integers(name: str, value, shape: tuple) -> jax.Array:
     """Returns indices as int32; int64 beyond int32's range stays out of range instead of wrapping round."""
     if isinstance(value, list | tuple):
-        value = np.asarray(value, np.int32)
+        value = np.asarray(value)
+    # NumPy's int64 is clipped as such: JAX would wrap it to int32 where x64 is off.
+    if isinstance(value, np.ndarray) and value.dtype == np.int64:
+        value = np.clip(value, -1, 2**31 - 1).astype(np.int32)
     value = array(name, value, shape, (jnp.int32, jnp.int64))
     if value.dtype == jnp.int64:
         value = jnp.clip(value, -1, 2**31 - 1)
@@ -44,9 +47,9 @@ def instance(name: str, value, kind: type) -> None:
 
 
 def at_least(name: str, value, least: int) -> None:
-    """Raises unless `value` is a Python integer of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+    """Raises unless `value` is an integer of at least `least` that fits int32."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not least <= value < 2**31:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}, and below 2**31")
 
 
 def one_of(name: str, value, choices: tuple) -> None:

@@ -127,6 +127,11 @@ class CompressorConfig:
         return CACHE_FORMATS[self.cache_format]
 
     @property
+    def layout(self) -> tuple[int, bool, int, int]:
+        """What slots and plans depend on: ratio, overlap, rows of a state page, rows of a cache page."""
+        return self.compress_ratio, self.overlap, self.page_rows, self.kv_page_rows
+
+    @property
     def window(self) -> int:
         """n, the tokens that one key is made from."""
         return self.compress_ratio * (2 if self.overlap else 1)

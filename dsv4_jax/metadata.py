@@ -32,6 +32,7 @@ class CompressorMetadata:
         closing token, cache slot of the key, and how many of the window's last rows are in this batch.
       window_slots: `[N, n]`, the state slots of each window's rows, oldest first, -1 where there is none.
       saving: `[S, 3]`, the plan of what `save="tail"` writes, compact, padded with -1: batch row, position, state slot.
+      layout: `CompressorConfig.layout` of the compressor that this was built for; static.
     """
 
     positions: jax.Array
@@ -43,6 +44,7 @@ class CompressorMetadata:
     closing: jax.Array
     window_slots: jax.Array
     saving: jax.Array
+    layout: tuple[int, bool, int, int] = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def build(
@@ -172,7 +174,8 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
     window = rows(positions)[:, None] - jnp.arange(n - 1, -1, -1, dtype=jnp.int32)
     window_slots = _slots(block_table, rows(request)[:, None], window, config.page_rows)
 
-    seq_lens = _take(positions, query_start_loc[1:] - 1, -1) + 1
+    at = jnp.where(real, token_to_req, requests)
+    seq_lens = jnp.zeros(requests, jnp.int32).at[at].max(positions + 1, mode="drop")
     needed = jnp.maximum(seq_lens - rollback, 0) // m * m - (m if config.overlap else 0)
     needed = _take(needed, request, INT32_MAX)
     most = requests * (m - 1 + (m if config.overlap else 0) + rollback)
@@ -188,6 +191,7 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
         jnp.where(closing[0] >= 0, jnp.stack(closing), -1).T,
         jnp.where(closing[0][:, None] >= 0, window_slots, -1),
         jnp.where(row >= 0, jnp.stack(saving), -1).T,
+        config.layout,
     )
 
 

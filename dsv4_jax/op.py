@@ -30,7 +30,7 @@ class Op:
         self.primitive = Primitive(name)
         self.primitive.multiple_results = True
         self.primitive.def_abstract_eval(self._abstract_eval)
-        self.primitive.def_impl(lambda *flat, **params: _jitted(self.primitive, **params)(*flat))
+        self.primitive.def_impl(self._run)
         for platform in ("cpu", "cuda", "rocm", "tpu"):
             mlir.register_lowering(self.primitive, functools.partial(self._lower, platform), platform=platform)
         ad.primitive_jvps[self.primitive] = self._no_grad
@@ -43,9 +43,20 @@ class Op:
         else:
             checks.one_of("implementation", implementation, platforms.IMPLEMENTATIONS)
         flat, tree = jax.tree.flatten(args)
+        for leaf in flat:
+            if any(axis is not None for axis in jax.typeof(leaf).sharding.spec):
+                raise NotImplementedError(
+                    f"{self.name} got an array of type {jax.typeof(leaf)}, sharded over a mesh with explicit axes; "
+                    "call it inside jax.shard_map, each device with its own requests and caches, or make the axes Auto"
+                )
         return tuple(
             self.primitive.bind(*flat, tree=tree, implementation=implementation, params=tuple(sorted(params.items())))
         )
+
+    def _run(self, *flat, **params):
+        # Also inside jax.disable_jit, where bind would come straight back here.
+        with jax.disable_jit(False):
+            return _jitted(self.primitive, **params)(*flat)
 
     def _abstract_eval(self, *flat, tree, **_):
         args = jax.tree.unflatten(tree, flat)
@@ -55,7 +66,8 @@ class Op:
             if axes := sorted(map(str, varying - _varying(result))):
                 raise ValueError(
                     f"{self.name} under jax.shard_map: a cache of type {result} is the same on all devices along "
-                    f"{', '.join(axes)}, but the batch differs there; shard the cache too, so that each has its own"
+                    f"{', '.join(axes)}, but the batch differs there; shard the cache too, so that each has its own, "
+                    "or where it is made inside, use jax.lax.pcast(cache, axes, to='varying')"
                 )
         return results
 
@@ -77,8 +89,8 @@ class Op:
 
     def _no_grad(self, *_, **__):
         raise NotImplementedError(
-            f"{self.name} writes quantised bytes in place and has no derivative; put it outside the function that is "
-            "differentiated, or wrap it in jax.lax.stop_gradient / jax.custom_vjp"
+            f"{self.name} writes quantised bytes in place and has no derivative; put jax.lax.stop_gradient around "
+            "its inputs, or wrap it in jax.custom_vjp"
         )
 
     def _no_vmap(self, *_, **__):

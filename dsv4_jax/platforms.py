@@ -4,6 +4,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ MODULES = {
     "cutedsl": "dsv4_jax.nvidia.ops.{op}",
 }
 
-# Pairs of versions that are known not to work together: (package, condition, other package, condition, what happens).
+# Pairs of versions that are known not to work together: a package from and up to a version, both included, another
+# package likewise, and what happens.
 KNOWN_BAD = (
     ("jax", (0, 12), None, "jax-triton", None, (0, 4, 1), "jax-triton up to 0.4.1 fails at the first lowering"),
     ("triton", None, (3, 6), "jax-triton", (0, 4, 1), None, "jax-triton 0.4.1 needs a name that Triton got in 3.7"),
@@ -57,7 +59,7 @@ def implementations(op: str) -> tuple[str, ...]:
 
 
 def _why_no_triton(platform):
-    if not installed("triton"):
+    if not any(map(installed, ("triton", "pytorch-triton-rocm", "triton-rocm"))):
         return "triton is not installed; install dsv4-jax[cuda13] or dsv4-jax[rocm]"
     if platform in ("cuda", "rocm"):
         if not installed("jax-triton"):
@@ -65,10 +67,15 @@ def _why_no_triton(platform):
         return None
     if platform != "cpu":
         return f"Triton has no backend for {platform}; use implementation='xla'"
-    if os.environ.get("TRITON_INTERPRET") != "1":
+    language = sys.modules.get("triton.language")
+    if language is None:
+        interprets = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+    else:  # decided when Triton was imported: its own functions are of one kind or the other
+        interprets = not hasattr(language.sum, "device_caches")
+    if not interprets:
         return (
-            "on the CPU Triton kernels run only in Triton's interpreter; set TRITON_INTERPRET=1 before the first use "
-            "of a kernel, or use implementation='xla'"
+            "on the CPU Triton kernels run only in Triton's interpreter; set TRITON_INTERPRET=1 before anything "
+            "imports triton, or use implementation='xla'"
         )
     if not installed("torch"):
         return "Triton's interpreter needs torch, which is not installed"
@@ -90,11 +97,11 @@ def _why_no_cutedsl(platform, config):
 def known_bad_pairs() -> list[tuple[str, str]]:
     """The installed pairs of packages that are known not to work together, each with what happens."""
     found = []
-    for package, least, below, other, other_least, other_most, what in KNOWN_BAD:
+    for package, least, most, other, other_least, other_most, what in KNOWN_BAD:
         version, other_version = installed(package), installed(other)
         if not version or not other_version:
             continue
-        if (least and numbers(version) < least) or (below and numbers(version)[:2] > below):
+        if (least and numbers(version) < least) or (most and numbers(version)[:2] > most):
             continue
         number = numbers(other_version)
         if (other_least and number < other_least) or (other_most and number > other_most):

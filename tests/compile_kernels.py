@@ -52,6 +52,7 @@ def compile_launches(target: GPUTarget) -> dict:
         first = config.cache_format in ("fp8_ds_mla", "indexer_fp8")
         for dtype, save in itertools.product((jnp.float32, jnp.bfloat16), ("tail", "all") if first else ("tail",)):
             jax.eval_shape(lambda c=config, d=dtype, s=save: _run(c, d, s))
+    jax.eval_shape(_save_other_widths)
     return compiled
 
 
@@ -76,6 +77,14 @@ def _run(config, dtype, save):
     save_partial_states.implement(kv, score, ape, metadata.positions, states, metadata.slot_mapping, platform="cuda")
     compress_norm_rope_store.implement(states, cache, metadata, norm, cos_sin, scale, **rest)
     return compress.implement(kv_score, ape, states, cache, metadata, norm, cos_sin, scale, save=save, **rest)
+
+
+def _save_other_widths():
+    """`save_partial_states` takes any width."""
+    for width in (16, 768, 1000):
+        arrays = jnp.zeros((4, width)), jnp.zeros((4, width)), jnp.zeros((4, width)), jnp.zeros(4, jnp.int32)
+        rest = jnp.zeros((2, 4, 2 * width)), jnp.zeros(4, jnp.int32)
+        save_partial_states.implement(*arrays, *rest, platform="cuda")
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def test_the_arguments_are_right(op):
 
 
 @pytest.mark.parametrize("op", ["compress_norm_rope_store", "compress"])
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(CompressorMetadata)])
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(CompressorMetadata) if f.name != "layout"])
 def test_metadata_fields(op, field):
     function, arguments = OPS[op]
     given = arguments()
@@ -247,3 +247,15 @@ def test_a_cache_of_another_format():
 def test_config(changes, match):
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(CompressorConfig.csa(), **changes)
+
+
+@pytest.mark.parametrize("changes", [{"page_rows": 8}, {"kv_page_rows": 2}, {"compress_ratio": 8, "overlap": False}])
+def test_metadata_of_another_layout(changes):
+    """A plan made for other pages or windows would write other requests' rows."""
+    batch = random_batch(np.random.default_rng(0), ops.make_config("csa", "bf16"), sizes=[(0, 8)])
+    other = dataclasses.replace(batch.config, **changes)
+    built = CompressorMetadata.build(
+        other, batch.query_start_loc, batch.seq_lens, batch.block_table, batch.kv_block_table, num_tokens=8
+    )
+    with pytest.raises(ValueError, match=r"metadata was built for .*config has \(4, True, 4, 64\)"):
+        ops.compress(batch, built)

@@ -815,3 +815,36 @@ def test_gpu_exception_does_no_harm():
             bad(jnp.ones(3)).block_until_ready()
         assert torch.cuda.current_stream() == torch.cuda.default_stream()
         np.testing.assert_array_equal(jax.jit(double)(jnp.ones(3)), [2, 2, 2])
+
+
+def test_an_output_of_another_shape_than_declared():
+    """torch resizes an out= tensor, with a warning only, and would write where XLA does not look."""
+
+    def fn(x, out):
+        torch.add(x, 1, out=out)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"changed the shape of an output from \(4,\) to \(3,\)"):
+        jax.block_until_ready(torch_call(fn, jnp.ones(3), out_type=Type((4,), jnp.float32)))
+
+
+def test_functions_are_not_kept_alive():
+    import gc
+    import weakref
+
+    weights = torch.ones(3)
+    alive = weakref.ref(weights)
+    call = functools.partial(torch.mul, weights)
+    torch_call(call, jnp.ones(3))
+    del call, weights
+    jax.clear_caches()
+    gc.collect()
+    assert alive() is None
+
+
+def test_fake_tensors_are_refused():
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.empty(16)
+    with pytest.raises(TypeError, match="FakeTensor"):
+        to_jax(fake)

@@ -12,6 +12,7 @@ from batches import KINDS, random_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dsv4_jax
 from dsv4_jax import CompressorMetadata
 
 
@@ -56,8 +57,8 @@ def check(batch, meta, rollback=0):
     np.testing.assert_array_equal(meta.kv_slot_mapping, batch.kv_slot_mapping)
     np.testing.assert_array_equal(meta.block_table, batch.block_table)
     np.testing.assert_array_equal(meta.query_start_loc, batch.query_start_loc)
-    for field in dataclasses.fields(meta):
-        assert getattr(meta, field.name).dtype == jnp.int32
+    for array in jax.tree.leaves(meta):
+        assert array.dtype == jnp.int32
     tokens, requests = len(batch.positions), len(batch.block_table)
     bound = min(tokens, tokens // batch.config.compress_ratio + requests)
     assert meta.closing.shape == (bound, 4)
@@ -155,7 +156,7 @@ def test_int64_indices_beyond_int32_stay_outside():
         wide["kv_slot_mapping"][3] = 2**32
         wide["block_table"][0, 0] = 2**32
         meta = CompressorMetadata.from_slots(batch.config, *(jnp.asarray(wide[name]) for name in names))
-        assert all(getattr(meta, f.name).dtype == jnp.int32 for f in dataclasses.fields(meta))
+        assert all(array.dtype == jnp.int32 for array in jax.tree.leaves(meta))
         outside = len(batch.state) * batch.config.page_rows
         slots = np.asarray(meta.slot_mapping)
         assert all(s < 0 or s >= outside for s in slots[[8, 9]])
@@ -176,3 +177,36 @@ def test_is_one_pytree():
     leaves, tree = jax.tree.flatten(meta)
     assert len(leaves) == 9
     assert isinstance(jax.tree.unflatten(tree, leaves), CompressorMetadata)
+
+
+def test_the_saved_tail_is_that_of_the_tokens_in_the_batch():
+    """A batch cut short, or padded inside a request, keeps the rows after the last window that it closes."""
+    config = ops.make_config("hca", "bf16")
+    table, kv_table = jnp.arange(50, dtype=jnp.int32)[None], jnp.arange(3, dtype=jnp.int32)[None]
+    cut = CompressorMetadata.build(config, jnp.array([0, 300]), jnp.array([300]), table, kv_table, num_tokens=200)
+    assert np.asarray(cut.saving[:73, 0]).tolist() == [*range(128, 200), -1]
+    padded = {"positions": np.r_[0:200, np.zeros(56)], "slot_mapping": np.r_[0:200, np.full(56, -1)]}
+    padded = {k: jnp.asarray(v, jnp.int32) for k, v in padded.items()}
+    nothing = jnp.full(256, -1, jnp.int32)
+    meta = CompressorMetadata.from_slots(
+        config,
+        token_to_req=jnp.zeros(256, jnp.int32),
+        kv_slot_mapping=nothing,
+        block_table=table,
+        query_start_loc=jnp.array([0, 256]),
+        **padded,
+    )
+    assert np.asarray(meta.saving[:73, 0]).tolist() == [*range(128, 200), -1]
+
+
+def test_int64_pages_of_numpy_do_not_wrap():
+    """2**32 is no page of any cache; as int32 it would be page 0."""
+    config = ops.make_config("csa", "bf16")
+    far = np.array([[2**32]])
+    meta = CompressorMetadata.build(config, np.array([0, 4]), np.array([4]), far, far, num_tokens=4)
+    assert (np.asarray(meta.slot_mapping) == -1).all() and (np.asarray(meta.closing) == -1).all()
+    rows = jnp.ones((1, 8))
+    state = dsv4_jax.save_partial_states(
+        rows, rows, jnp.zeros((4, 8)), np.array([0]), jnp.zeros((2, 4, 16)), np.array([2**32]), compress_ratio=4
+    )
+    assert not state.any()

@@ -16,7 +16,7 @@ def implement(kv, score, ape, positions, state_cache, slot_mapping, *, platform)
         _save_kernel,
         tokens,
         updates=("state_cache",),
-        num_warps=max(1, min(4, width // 256)),
+        num_warps=max(1, min(4, triton.next_power_of_2(width) // 256)),
         constants={"RATIO": ape.shape[0], "WIDTH": width, "PAGE_ROWS": page_rows},
         kv=kv,
         score=score,

@@ -1,7 +1,5 @@
 """`compress_norm_rope_store`: windows that this step closes, read from the state cache, become keys in the cache."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -48,8 +46,9 @@ def compress_norm_rope_store(
     return kv_cache
 
 
-compress_norm_rope_store_triton = functools.partial(compress_norm_rope_store, implementation="triton")
-compress_norm_rope_store_triton.__doc__ = "`compress_norm_rope_store` by its Triton kernel."
+def compress_norm_rope_store_triton(*args, **options) -> jax.Array:
+    """`compress_norm_rope_store` by its Triton kernels; takes the same arguments but `implementation`."""
+    return compress_norm_rope_store(*args, implementation="triton", **options)
 
 
 def implement(state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, platform):
@@ -70,6 +69,9 @@ def check_store(state_cache, kv_cache, metadata, norm_weight, cos_sin, config, k
     """Checks the arguments that both compressing ops have; returns them as arrays."""
     checks.instance("config", config, CompressorConfig)
     checks.instance("metadata", metadata, CompressorMetadata)
+    if metadata.layout != config.layout:
+        names = "(compress_ratio, overlap, page_rows, kv_page_rows)"
+        raise ValueError(f"metadata was built for {names} = {metadata.layout}; config has {config.layout}")
     state_cache = checks.array("state_cache", state_cache, ("pages", config.page_rows, 2 * config.width))
     if not hasattr(kv_cache, "dtype"):
         raise TypeError(f"kv_cache is a {type(kv_cache).__name__}; it must be an array")
@@ -102,6 +104,7 @@ def checked_metadata(metadata, window):
         "window_slots": (windows, window),
         "saving": ("S", 3),
     }
-    return CompressorMetadata(
-        **{name: checks.integers(f"metadata.{name}", getattr(metadata, name), shape) for name, shape in shapes.items()}
-    )
+    arrays = {
+        name: checks.integers(f"metadata.{name}", getattr(metadata, name), shape) for name, shape in shapes.items()
+    }
+    return CompressorMetadata(**arrays, layout=metadata.layout)
