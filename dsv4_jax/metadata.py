@@ -112,19 +112,17 @@ class CompressorMetadata:
             config, positions, token_to_req, slot_mapping, kv_slot_mapping, block_table, query_start_loc, rollback
         )
 
-    def at_layer(
-        self, config: CompressorConfig, layer: jax.Array | int, state_pages: int, kv_pages: int
-    ) -> "CompressorMetadata":
+    def at_layer(self, layer: jax.Array | int, state_pages: int, kv_pages: int) -> "CompressorMetadata":
         """The same step in caches that hold several layers, one after another along the page axis.
 
         What lies outside a layer's own pages stays outside. Works under `jax.jit` and in `scan` over layers.
 
         Args:
-          config: the compressor.
           layer: `[]` int32, which of the cache's layers, from 0.
-          state_pages, kv_pages: the pages of one layer.
+          state_pages, kv_pages: the pages of one layer; all layers' rows together must be fewer than 2**31.
         """
-        state_rows, kv_rows = state_pages * config.page_rows, kv_pages * config.kv_page_rows
+        *_, page_rows, kv_page_rows = self.layout
+        state_rows, kv_rows = state_pages * page_rows, kv_pages * kv_page_rows
 
         def move(values, size):
             return jnp.where((values >= 0) & (values < size), values + layer * size, -1).astype(jnp.int32)

@@ -275,7 +275,7 @@ def test_scan_over_layers():
 
     @nnx.scan(in_axes=(nnx.Carry, 0, 0, None, None, None), out_axes=nnx.Carry, transform_metadata=name)
     def through(caches, layer, i, hidden, metadata, cos_sin):
-        return layer(hidden, caches, metadata.at_layer(config, i, state_pages, kv_pages), cos_sin)
+        return layer(hidden, caches, metadata.at_layer(i, state_pages, kv_pages), cos_sin)
 
     graph, params = nnx.split(stack)
 
@@ -298,12 +298,12 @@ def test_at_layer():
     config = CompressorConfig.csa(page_rows=4, kv_page_rows=2)
     columns = jnp.array([[0, 2, 1]]), jnp.array([[1, 0]])  # of 3 state pages and 2 cache pages
     plain = CompressorMetadata.build(config, jnp.array([0, 12]), jnp.array([12]), *columns, num_tokens=13)
-    moved = plain.at_layer(config, jnp.int32(2), 3, 2)
+    moved = plain.at_layer(jnp.int32(2), 3, 2)
     built = [c + 2 * pages for c, pages in zip(columns, (3, 2), strict=True)]
     want = CompressorMetadata.build(config, jnp.array([0, 12]), jnp.array([12]), *built, num_tokens=13)
     jax.tree.map(np.testing.assert_array_equal, moved, want)
     assert all(a.dtype == jnp.int32 for a in jax.tree.leaves(moved))
-    less = plain.at_layer(config, 1, 2, 1)  # page 2 and cache page 1 are past these
+    less = plain.at_layer(1, 2, 1)  # page 2 and cache page 1 are past these
     table = jnp.array([[2, -1, 3]]), jnp.array([[-1, 1]])
     want = CompressorMetadata.build(config, jnp.array([0, 12]), jnp.array([12]), *table, num_tokens=13)
     for name in ("slot_mapping", "block_table", "kv_slot_mapping"):
