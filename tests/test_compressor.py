@@ -35,6 +35,11 @@ def one_step(config, tokens=10):
     return metadata, (pages, 1), jnp.asarray(config.rope.table(tokens))
 
 
+def same(got, want):
+    for a, b in zip(got, want, strict=True):
+        ops.same_bytes(a, b)
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_parameters(kind):
     config = CONFIGS[kind]
@@ -54,27 +59,39 @@ def test_parameters(kind):
     assert cache.shape == (5, config.format.page_bytes(config.kv_page_rows))
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize(
-    "dtypes", [(jnp.float32, jnp.float32), (jnp.bfloat16, jnp.bfloat16), (jnp.bfloat16, jnp.float32)]
+    ("config", "dtype", "param_dtype", "kv_scale"),
+    [
+        (CONFIGS["csa"], jnp.float32, jnp.float32, None),
+        (CONFIGS["hca"], jnp.bfloat16, jnp.bfloat16, None),
+        (CONFIGS["indexer"], jnp.bfloat16, jnp.float32, None),
+        (CompressorConfig.csa("fp8"), jnp.float32, jnp.bfloat16, 0.02),
+    ],
+    ids=["csa", "hca", "indexer", "csa-fp8"],
 )
-def test_is_the_projection_and_compress(kind, dtypes):
+def test_is_the_projection_and_compress(config, dtype, param_dtype, kv_scale):
     """Also that bfloat16 operands are summed in float32: the integers here need more bits than bfloat16 has."""
-    config = CONFIGS[kind]
-    layer = make_layer(config, HIDDEN, param_dtype=dtypes[1])
+    layer = make_layer(config, HIDDEN, param_dtype=param_dtype)
     tokens = config.compress_ratio + 6
     metadata, pages, cos_sin = one_step(config, tokens)
     hidden = 37 * hidden_states(tokens)
-    got = layer(jnp.asarray(hidden, dtypes[0]), layer.init_caches(*pages), metadata, cos_sin, save="all")
+    options = {"save": "all", "kv_scale": kv_scale}
+    got = layer(jnp.asarray(hidden, dtype), layer.init_caches(*pages), metadata, cos_sin, **options)
     exact = hidden.astype(np.float64) @ np.asarray(layer.wkv_gate.get_value(), np.float64)
     assert (exact.astype(jnp.bfloat16) != exact).any()
+    ape, norm = layer.ape.get_value(), layer.norm.get_value()
     want = compress(
-        jnp.asarray(exact, jnp.float32), layer.ape.get_value(), *layer.init_caches(*pages), metadata,
-        layer.norm.get_value(), cos_sin, config=config, save="all",
-    )  # fmt: skip
-    for a, b in zip(got, want, strict=True):
-        ops.same_bytes(a, b)
-    assert got[1].any()
+        jnp.asarray(exact, jnp.float32),
+        ape,
+        *layer.init_caches(*pages),
+        metadata,
+        norm,
+        cos_sin,
+        config=config,
+        **options,
+    )
+    same(got, want)
+    assert got[1].astype(jnp.float32).any()
 
 
 def test_precision_reaches_the_matmul():
@@ -235,11 +252,6 @@ def csa():
     return layer, hidden, metadata, pages, cos_sin, layer(hidden, layer.init_caches(*pages), metadata, cos_sin)
 
 
-def same(got, want):
-    for a, b in zip(got, want, strict=True):
-        ops.same_bytes(a, b)
-
-
 def test_jit(csa):
     layer, hidden, metadata, pages, cos_sin, want = csa
     by_flax = nnx.jit(lambda layer, caches, *args: layer(*args[:1], caches, *args[1:]), donate_argnums=1)
@@ -313,50 +325,10 @@ def test_at_layer():
     assert less.window_slots.max() < 16 and set(np.asarray(less.closing[:, 2])) <= {-1, 2, 3}
 
 
-SHARDED = """
-import functools, jax, jax.numpy as jnp, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
-from flax import nnx
-from flax.core import spmd
-from dsv4_jax import CompressorConfig, CompressorMetadata, DeepseekCompressor
-
-config = CompressorConfig.csa()
-layer = DeepseekCompressor(config, 32, rngs=nnx.Rngs(0))
-cos_sin = jnp.asarray(config.rope.table(16))
-hidden = jax.random.normal(jax.random.key(1), (2, 10, 32))
-steps = [CompressorMetadata.build(config, jnp.array([0, n]), jnp.array([n]), jnp.array([[0, 1, 2]]), jnp.array([[0]]),
-                                  num_tokens=10) for n in (10, 7)]
-step = jax.jit(lambda params, *args: nnx.merge(graph, params)(*args))
-graph, params = nnx.split(layer)
-want = [step(params, hidden[i], layer.init_caches(3, 1), steps[i], cos_sin) for i in range(2)]
-
-# The batch over two devices, each with caches of its own.
-mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-batch = jax.tree.map(lambda *x: jnp.concatenate(x), *[(hidden[i], layer.init_caches(3, 1), steps[i]) for i in range(2)])
-batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
-
-@jax.jit
-@functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P("data"))
-def sharded(params, batch, cos_sin):
-    return nnx.merge(graph, params)(*batch, cos_sin)
-
-for got, *wanted in zip(sharded(params, batch, cos_sin), *want):
-    assert len(got.sharding.device_set) == 2
-    np.testing.assert_array_equal(got, np.concatenate(wanted))
-
-# Parameters over two devices by their logical axes.
-with spmd.logical_axis_rules((("embed", "data"), ("state", None))):
-    params = jax.device_put(params, nnx.get_named_sharding(params, mesh))
-assert params["wkv_gate"].get_value().sharding.spec == P("data", None)
-got = step(params, hidden[0], layer.init_caches(3, 1), steps[0], cos_sin)
-np.testing.assert_allclose(got[0], want[0][0], atol=1e-5)
-print("ok")
-"""
-
-
 def test_sharded():
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, env=env)
+    program = os.path.join(os.path.dirname(__file__), "sharded_layer.py")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, env=env)
     assert done.stdout == "ok\n", done.stderr
 
 

@@ -26,3 +26,11 @@ def test_example(name):
     done = subprocess.run([sys.executable, path], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(SAYS[name], done.stdout), done.stdout
+
+
+def test_the_program_in_the_docs():
+    pytest.importorskip("flax")
+    program = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "layer.md").read_text(), re.DOTALL)[1]
+    said = re.findall(r"^print\(.*\)  # (.*)$", program, re.MULTILINE)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert said and done.stdout.splitlines() == said, done.stderr
