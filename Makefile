@@ -7,8 +7,9 @@ BIN := .venv/bin
 demo: .venv/.demo
 	$(BIN)/python -m dsv4_jax demo
 
-test: lint
+test: .venv/.test
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(MAKE) --no-print-directory lint
 
 lint: .venv/.test
 	$(BIN)/ruff check .

@@ -146,9 +146,7 @@ class CacheFormat:
             if self.dtype == jnp.bfloat16:
                 rows = lax.bitcast_convert_type(_blocks(values, 2), self.dtype)
                 return cache.at[page, row].set(rows, mode="drop")
-            # As bytes: XLA's CPU backend would scatter fp8 by converting the whole cache to float16 and back.
-            done = lax.bitcast_convert_type(cache, jnp.uint8).at[page, row].set(values, mode="drop")
-            return lax.bitcast_convert_type(done, self.dtype)
+            return lax.platform_dependent(cache, page, row, values, cpu=_set_fp8_as_bytes, default=_set_fp8)
         cache = _scatter_bytes(cache, page, row * self.value_bytes, values)
         return _scatter_bytes(cache, page, page_rows * self.value_bytes + row * self.scale_bytes, scales)
 
@@ -301,6 +299,16 @@ def _bytes(x):
     """The bytes of x's last axis, little end first."""
     b = lax.bitcast_convert_type(x, jnp.uint8)
     return b if b.ndim == x.ndim else b.reshape(*x.shape[:-1], x.shape[-1] * b.shape[-1])
+
+
+def _set_fp8(cache, page, row, values):
+    return cache.at[page, row].set(lax.bitcast_convert_type(values, cache.dtype), mode="drop")
+
+
+def _set_fp8_as_bytes(cache, page, row, values):
+    # XLA's CPU backend would scatter fp8 by converting the whole cache to float16 and back; this costs one copy of it.
+    done = lax.bitcast_convert_type(cache, jnp.uint8).at[page, row].set(values, mode="drop")
+    return lax.bitcast_convert_type(done, cache.dtype)
 
 
 def _scatter_bytes(cache, page, offset, rows):

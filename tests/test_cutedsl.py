@@ -71,19 +71,13 @@ def test_every_kernel_compiles(arch):
         [sys.executable, "tests/compile_cutedsl.py", arch], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("18 kernels compiled\n"), done.stdout
+    assert done.stdout.endswith("14 kernels compiled\n"), done.stdout
 
 
 def test_numbers_of_tokens_and_pages_are_not_in_the_key(fresh):
     for tokens in (256, 512, 1024):
         traced(tokens=tokens)
     assert len(fresh) == 1
-
-
-def test_few_and_many_long_windows_have_a_kernel_each(fresh):
-    for tokens in (256, 8192, 17408, 25600):
-        traced("hca", tokens=tokens, dtype="bfloat16")
-    assert [shape.resident for _, shape, _ in fresh] == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -255,32 +249,6 @@ def test_a_channel_that_is_not_finite(kind, fmt):
     rows = ops.rows(batch, batch.state, from_batch=True)
     assert np.isnan(rows.exact).any()
     oracle.assert_same_cache(cache, batch.cache, rows, batch.config, scale=batch.kv_scale)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("loop", ["jit", "scan"])
-@pytest.mark.parametrize("fmt", ["fp8_ds_mla", "bf16", "fp8"])
-@pytest.mark.parametrize("kind", ["csa", "hca"])
-def test_in_place(kind, fmt, loop):
-    batch = gpu_batch(kind, fmt, 4, 3, {})
-    meta, rest = ops.metadata(batch), tuple(map(jnp.asarray, (batch.norm_weight, batch.cos_sin)))
-    inputs = jnp.asarray(batch.kv_score), jnp.asarray(batch.ape)
-
-    def once(caches):
-        return dsv4_jax.compress(
-            *inputs, *caches, meta, *rest, config=batch.config, kv_scale=batch.kv_scale, implementation="cutedsl"
-        )
-
-    def run(caches):
-        if loop == "jit":
-            return once(once(caches))
-        return jax.lax.scan(lambda c, _: (once(c), None), caches, length=2)[0]
-
-    caches = jnp.asarray(batch.state), jnp.asarray(batch.cache)
-    compiled = jax.jit(run, donate_argnums=0).lower(caches).compile()
-    assert not ops.copies(compiled, *caches)
-    addresses = [cache.unsafe_buffer_pointer() for cache in caches]
-    assert [cache.unsafe_buffer_pointer() for cache in compiled(caches)] == addresses
 
 
 @pytest.mark.gpu

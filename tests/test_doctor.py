@@ -97,7 +97,7 @@ def test_bad_pairs(report, changed, said, platform):
 @pytest.mark.parametrize("platform", ["cuda", "rocm"])
 def test_torch_without_gpu(report, platform):
     code, out = report(GOOD, platform, torch_has_gpu=False)
-    assert code == 0 and "PROBLEM  JAX has a GPU and torch has none" in out
+    assert code == 1 and "PROBLEM  JAX has a GPU and torch has none" in out
     assert "torch has none" not in report(CORE, platform, torch_has_gpu=False)[1]
     assert "torch has none" not in report(GOOD, "cpu", torch_has_gpu=False)[1]
 
@@ -105,7 +105,7 @@ def test_torch_without_gpu(report, platform):
 def test_cutlass_dsl_for_cuda_13(report):
     cuda13 = GOOD | {"jax-cuda13-plugin": "0.11.2"}
     code, out = report(cuda13, "cuda")
-    assert code == 0 and "PROBLEM  JAX is for CUDA 13, CuTeDSL is not: pip install nvidia-cutlass-dsl-libs-cu13" in out
+    assert code == 1 and "PROBLEM  JAX is for CUDA 13, CuTeDSL is not: pip install nvidia-cutlass-dsl-libs-cu13" in out
     assert "No problem found." in report(cuda13 | {"nvidia-cutlass-dsl-libs-cu13": "4.8.1"}, "cuda")[1]
     assert "No problem found." in report(GOOD | {"jax-cuda12-plugin": "0.11.2"}, "cuda")[1]
 
@@ -187,3 +187,9 @@ def test_bench_gets_its_own_arguments(monkeypatch):
     monkeypatch.setitem(sys.modules, "dsv4_jax.bench.run", bench)
     assert main(["bench", "--help", "x"]) == 0
     assert got == [["--help", "x"]]
+
+
+def test_an_implementation_in_the_environment_that_cannot_run(report, monkeypatch):
+    monkeypatch.setenv("DSV4_JAX_IMPLEMENTATION", "cutedsl")
+    code, out = report(GOOD, "cpu")
+    assert code == 1 and "PROBLEM  DSV4_JAX_IMPLEMENTATION is 'cutedsl', which cannot run on cpu" in out

@@ -1,6 +1,5 @@
 """The plan: slots, closing tokens and the rows to save, against a plain loop over requests."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -23,6 +23,10 @@ OPS = ("compress", "compress_all", "store", "save")
 BATCHES = (("prefill", 2048), ("prefill", 8192), ("prefill", 65536), ("decode", 1), ("decode", 512), ("closing", 512))
 QUICK = (("prefill", 8192), ("closing", 512))
 CPU_BATCHES = (("prefill", 256), ("closing", 16))
+LEGEND = """op: compress (save="tail"), compress_all (save="all"), store (compress_norm_rope_store), save
+(save_partial_states). batch: prefill of one request; decode, a token a request at random positions; closing, all of
+them closing windows. floor: MB / copy bandwidth; share: floor / time, above 1 where the L2 cache serves. warm:
+inputs in the L2 cache where they fit; cold: not."""
 COLD_BYTES = 256 << 20  # inputs that rotate over this much are out of the L2 cache when their turn comes
 
 
@@ -36,12 +40,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="two batches, warm only")
     parser.add_argument("--json", metavar="FILE", help="write the measurements there")
     options = parser.parse_args(argv)
+    if options.json:
+        open(options.json, "a").close()  # a bad path is better said before the measurements than after
     on_cpu = jax.default_backend() == "cpu"
     if on_cpu:
-        print("No GPU: tiny batches, and only the ratios between rows mean something.")
+        print("No GPU: tiny batches, and only the ratios between two rows' times mean something.")
     batches = CPU_BATCHES if on_cpu else QUICK if options.quick else BATCHES
     timer = Timer()
-    print(f"{jax.devices()[0].device_kind}, copy bandwidth {timer.bandwidth / 1e12:.2f} TB/s")
+    print(f"{jax.devices()[0].device_kind}, copy bandwidth {timer.bandwidth / 1e9:.0f} GB/s (read + written)")
+    print(LEGEND)
     rows = []
     labels = ("warm",) if options.quick or on_cpu else ("warm", "cold")
     heads = "".join(f"{label + ' us':>10}{'share':>7}" for label in labels)

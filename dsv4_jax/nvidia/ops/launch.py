@@ -17,8 +17,7 @@ from dsv4_jax.nvidia.ops import support
 class Shape:
     """All that a kernel is specialised for; with the kernel and the target it is the key of the compiled function.
 
-    Numbers of tokens, windows, pages and requests are not in it: they are arguments. (Many windows have another
-    `resident` than few.)
+    Numbers of tokens, windows, pages and requests are not in it: they are arguments.
 
     Attributes:
       ratio, overlap, head_dim, rope_dim, eps, page_rows, kv_page_rows: of the `CompressorConfig`.
@@ -27,7 +26,6 @@ class Shape:
       dtype: of `kv_score`, or None: every row comes from the state cache.
       norm_dtype: of the norm weight.
       save: "tail", "all" or "none".
-      resident: CTAs for which a multiprocessor must have registers.
     """
 
     ratio: int
@@ -42,7 +40,6 @@ class Shape:
     dtype: str | None
     norm_dtype: str
     save: str
-    resident: int
 
     @property
     def window(self) -> int:
@@ -58,7 +55,7 @@ class Shape:
 
 
 class Arguments(NamedTuple):
-    """What a kernel is launched with: addresses (0: not used), lengths, and the number of CTAs."""
+    """What a kernel is launched with: addresses (0: not used), lengths, and how many programs walk the windows."""
 
     closing: Int64
     window_slots: Int64
@@ -79,10 +76,11 @@ class Arguments(NamedTuple):
     table_rows: Int32
     windows: Int32
     saved: Int32
+    programs: Int32
     blocks: Int32
 
 
-STREAM = cuda.CUstream
+ARRAYS = tuple(name for name, kind in Arguments.__annotations__.items() if kind is Int64)
 
 
 @functools.cache
@@ -99,8 +97,8 @@ def loaded(kernel, shape: Shape, arch: str):
         return compiled(kernel, shape, arch).to()
     except Exception as error:
         error.add_note(
-            f"The CuTeDSL kernel for {arch} could not be compiled and loaded. Installed: {support.installed()}; the "
-            "cu13 libraries are for CUDA 13, the cu12 ones for CUDA 12. implementation='triton' does without them"
+            f"The CuTeDSL kernel for {arch} could not be loaded. Installed: {support.installed()}; the cu13 libraries "
+            "are for CUDA 13, the cu12 ones for CUDA 12. implementation='triton' does without them"
         )
         raise
 
@@ -142,3 +140,6 @@ class Launch:
         values[-1] = torch.cuda.current_stream().cuda_stream
         first = ctypes.addressof(values)
         self._function.run_compiled_program([first + 8 * i for i in range(len(values))])
+
+
+STREAM = cuda.CUstream
