@@ -24,7 +24,8 @@ def array(name: str, value, shape: tuple, dtypes: tuple = (jnp.float32,)) -> jax
         isinstance(want, int) and want != got for want, got in zip(shape, value.shape, strict=True)
     ):
         raise ValueError(f"{name} has shape {list(value.shape)}; it must be {_shape(shape)}")
-    return jnp.asarray(value)
+    # A copy of NumPy's: JAX on the CPU may otherwise read its memory later, when the caller has changed it.
+    return jnp.array(value) if isinstance(value, np.ndarray) else jnp.asarray(value)
 
 
 def integers(name: str, value, shape: tuple) -> jax.Array:
