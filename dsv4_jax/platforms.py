@@ -67,11 +67,10 @@ def _why_no_triton(platform):
         return None
     if platform != "cpu":
         return f"Triton has no backend for {platform}; use implementation='xla'"
-    language = sys.modules.get("triton.language")
-    if language is None:
-        interprets = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
-    else:  # decided when Triton was imported: its own functions are of one kind or the other
-        interprets = not hasattr(language.sum, "device_caches")
+    interprets = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+    # Set when Triton was imported, too? Its own functions are of one kind or the other from then on.
+    if language := sys.modules.get("triton.language"):
+        interprets &= not hasattr(language.sum, "device_caches")
     if not interprets:
         return (
             "on the CPU Triton kernels run only in Triton's interpreter; set TRITON_INTERPRET=1 before anything "
