@@ -39,9 +39,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--implementation", choices=("xla", "triton", "cutedsl"), help="default: the switch chooses")
     parser.add_argument("--quick", action="store_true", help="two batches, warm only")
     parser.add_argument("--json", metavar="FILE", help="write the measurements there")
+    parser.add_argument("--against", metavar="FILE", help="name what got more than 5 % slower than in this JSON")
     options = parser.parse_args(argv)
     if options.json:
         open(options.json, "a").close()  # a bad path is better said before the measurements than after
+    earlier = None
+    if options.against:
+        with open(options.against) as file:
+            earlier = json.load(file)
     on_cpu = jax.default_backend() == "cpu"
     if on_cpu:
         print("No GPU: tiny batches, and only the ratios between two rows' times mean something.")
@@ -72,7 +77,25 @@ def main(argv: list[str]) -> int:
         device = {"device": jax.devices()[0].device_kind, "bandwidth": timer.bandwidth}
         with open(options.json, "w") as file:
             json.dump({**device, "versions": versions, "dtype": options.dtype, "rows": rows}, file, indent=1)
+    if earlier is not None:
+        print("\n".join(slower(rows, earlier["rows"])) or "nothing got slower")
     return 0
+
+
+def slower(rows: list[dict], earlier: list[dict], tolerance: float = 0.05) -> list[str]:
+    """A line for each measurement that takes longer than the same one did earlier, by more than `tolerance`."""
+
+    def case(row):
+        return row["compressor"], row["op"], row["kind"], row["tokens"]
+
+    before = {case(row): row for row in earlier}
+    return [
+        f"slower: {' '.join(map(str, case(row)))} {label}: {old[label]:.2f} -> {row[label]:.2f} us"
+        for row in rows
+        if (old := before.get(case(row)))
+        for label in ("warm", "cold")
+        if label in row and label in old and row[label] > old[label] * (1 + tolerance)
+    ]
 
 
 def measure(case: Case, op: str, timer: Timer, labels=("warm", "cold"), implementation: str | None = None) -> dict:
