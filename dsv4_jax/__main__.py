@@ -3,6 +3,8 @@
 import argparse
 import sys
 
+import dsv4_jax
+
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a subcommand; returns the exit code."""
@@ -13,6 +15,7 @@ def main(argv: list[str] | None = None) -> int:
         return bench(argv[1:]) or 0
 
     parser = argparse.ArgumentParser(prog="python -m dsv4_jax", description="DeepSeek-V4's KV compressor for JAX.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {dsv4_jax.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
         "demo",

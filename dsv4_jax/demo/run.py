@@ -148,7 +148,7 @@ def _print_table(verdicts, tokens, implementation):
         print("  ".join(left + right).rstrip())
     print(f"implementation {chosen} on {platform} ({jax.devices()[0].device_kind}), jax {jax.__version__}")
     print("*  a bfloat16 vector of the same channels for every token; page padding is not counted")
-    print("** of any value, as a fraction of what its format's rounding allows")
+    print("** of any value, as a fraction of what its format's rounding allows; 1 is a tie between two of its values")
     print()
 
 
@@ -156,7 +156,7 @@ def _plot(verdicts, lengths, output):
     try:
         from dsv4_jax.demo.plot import plot
     except ImportError:
-        print("No picture: matplotlib is not installed.")
+        print("No picture: matplotlib is not installed; pip install 'dsv4-jax[demo]'.")
         return
     plot(verdicts, lengths, output)
     print(f"Wrote {output}")
