@@ -25,7 +25,7 @@ def array(name: str, value, shape: tuple, dtypes: tuple = (jnp.float32,)) -> jax
     ):
         raise ValueError(f"{name} has shape {list(value.shape)}; it must be {_shape(shape)}")
     # A copy of NumPy's: JAX on the CPU may otherwise read its memory later, when the caller has changed it.
-    return jnp.array(value) if isinstance(value, np.ndarray) else jnp.asarray(value)
+    return jnp.asarray(value.copy() if isinstance(value, np.ndarray) else value)
 
 
 def integers(name: str, value, shape: tuple) -> jax.Array:
