@@ -129,7 +129,7 @@ def test_an_old_gpu_is_refused():
 )
 def test_other_compressors_are_refused(config, why):
     with pytest.raises(NotImplementedError, match=why):
-        compress.run(config=config, save="tail")
+        compress.implement(config=config, save="tail", platform="cuda")
     for served in (CompressorConfig.csa(), CompressorConfig.hca("bf16")):
         assert support.why_not(served) is None
 

@@ -23,15 +23,7 @@ TILE = 4096
 def implement(
     kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, save, platform
 ):
-    """See `dsv4_jax.compress`."""
-    return run(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, config=config, save=save)
-
-
-def run(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, save):
-    """Launches the kernels; without `kv_score` every row of a window comes from the state cache.
-
-    Args: those of `dsv4_jax.compress`, and save="none".
-    """
+    """See `dsv4_jax.compress`; without `kv_score`, and save="none", every row comes from the state cache."""
     tokens = metadata.positions.shape[0]
     windows = metadata.closing.shape[0] if kv_cache.shape[0] and cos_sin.shape[0] else 0
     saved = {"all": tokens, "tail": metadata.saving.shape[0], "none": 0}[save] if state_cache.shape[0] else 0

@@ -3,15 +3,8 @@
 from dsv4_jax.nvidia.ops import support
 
 
-def implement(
-    kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, save, platform
-):
-    """See `dsv4_jax.compress`."""
-    return run(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, config=config, save=save)
-
-
-def run(*args, config, save):
-    """Runs the kernels, or raises NotImplementedError that says why they cannot and what can."""
+def implement(*args, config, save, platform):
+    """See `dsv4_jax.compress`; raises NotImplementedError that says why the kernels cannot run and what can."""
     if why := support.why_not(config):
         raise NotImplementedError(f"implementation='cutedsl': {why}")
     support.require_libraries()
