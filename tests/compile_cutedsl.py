@@ -3,6 +3,7 @@
 `python tests/compile_cutedsl.py sm_90a` prints a line a kernel: its name, its key, seconds.
 """
 
+import dataclasses
 import functools
 import os
 import sys
@@ -15,18 +16,23 @@ from dsv4_jax import CompressorConfig, CompressorMetadata
 from dsv4_jax.nvidia.ops import compress, compress_norm_rope_store, launch
 from dsv4_jax.nvidia.ops import sparse_attn_compress_cutedsl as kernels
 
-# Compressor, cache format, dtype of kv_score (None: from the state cache alone), of the norm weight, what is saved.
+# Cache format, dtype of kv_score (None: from the state cache alone), of the norm weight, what is saved.
+OF_EACH = (
+    ("fp8_ds_mla", "float32", "float32", "tail"),
+    ("fp8_ds_mla", "bfloat16", "bfloat16", "all"),
+    ("fp8_ds_mla", None, "float32", "none"),
+    ("bf16", "float32", "bfloat16", "all"),
+    ("fp8", "bfloat16", "float32", "tail"),
+    ("two launches", None, "float32", "none"),
+)
+CSA, HCA = CompressorConfig.csa(), CompressorConfig.hca()
 VARIANTS = [
-    (kind, *rest)
-    for kind in ("csa", "hca")
-    for rest in (
-        ("fp8_ds_mla", "float32", "float32", "tail"),
-        ("fp8_ds_mla", "bfloat16", "bfloat16", "all"),
-        ("fp8_ds_mla", None, "float32", "none"),
-        ("bf16", "float32", "bfloat16", "all"),
-        ("fp8", "bfloat16", "float32", "tail"),
-        ("compressed", None, "float32", "none"),  # the two launches
-    )
+    *((config, *variant, 256) for config in (CSA, HCA) for variant in OF_EACH),
+    (HCA, *OF_EACH[0], 32768),  # many windows
+    *(
+        (dataclasses.replace(CSA, compress_ratio=ratio, overlap=overlap), *OF_EACH[0], 256)
+        for ratio, overlap in ((1, False), (16, True), (256, False))
+    ),
 ]
 
 
@@ -48,9 +54,10 @@ def announced(kernel, shape, arch):
     return function
 
 
-def trace(kind, fmt, dtype, norm_dtype, save, tokens=256):
+def trace(config, fmt, dtype, norm_dtype, save, tokens):
     """Runs an op's implementation on arrays without values."""
-    config = getattr(CompressorConfig, kind)("fp8_ds_mla" if fmt == "compressed" else fmt)
+    if fmt != "two launches":
+        config = dataclasses.replace(config, cache_format=fmt)
     metadata = CompressorMetadata.build(
         config,
         jnp.array([0, tokens]),
@@ -63,7 +70,7 @@ def trace(kind, fmt, dtype, norm_dtype, save, tokens=256):
     cache = config.format.allocate(8, config.kv_page_rows)
     norm, cos_sin = jnp.ones(config.head_dim, norm_dtype), jnp.zeros((tokens, config.rope_head_dim))
     scale = jnp.float32(1) if config.format.needs_scale else None
-    if fmt == "compressed":
+    if fmt == "two launches":
         rows = kernels.compress_kv_sparse_attn_cutedsl(states, metadata, config=config)
         return kernels.norm_rope_insert_sparse_attn_cutedsl(rows, states, cache, metadata, norm, cos_sin, config=config)
     args = states, cache, metadata, norm, cos_sin, scale

@@ -17,7 +17,8 @@ from dsv4_jax.nvidia.ops import support
 class Shape:
     """All that a kernel is specialised for; with the kernel and the target it is the key of the compiled function.
 
-    Numbers of tokens, windows, pages and requests are not in it: they are arguments.
+    Numbers of tokens, windows, pages and requests are not in it: they are arguments. (Many windows have another
+    `resident` than few.)
 
     Attributes:
       ratio, overlap, head_dim, rope_dim, eps, page_rows, kv_page_rows: of the `CompressorConfig`.
@@ -26,6 +27,7 @@ class Shape:
       dtype: of `kv_score`, or None: every row comes from the state cache.
       norm_dtype: of the norm weight.
       save: "tail", "all" or "none".
+      resident: CTAs for which a multiprocessor must have registers.
     """
 
     ratio: int
@@ -40,6 +42,7 @@ class Shape:
     dtype: str | None
     norm_dtype: str
     save: str
+    resident: int
 
     @property
     def window(self) -> int:
@@ -55,7 +58,7 @@ class Shape:
 
 
 class Arguments(NamedTuple):
-    """What a kernel is launched with: addresses (0: not used), lengths, and how many programs walk the windows."""
+    """What a kernel is launched with: addresses (0: not used), lengths, and the number of CTAs."""
 
     closing: Int64
     window_slots: Int64
@@ -76,11 +79,10 @@ class Arguments(NamedTuple):
     table_rows: Int32
     windows: Int32
     saved: Int32
-    programs: Int32
     blocks: Int32
 
 
-ARRAYS = tuple(name for name, kind in Arguments.__annotations__.items() if kind is Int64)
+STREAM = cuda.CUstream
 
 
 @functools.cache
@@ -97,8 +99,8 @@ def loaded(kernel, shape: Shape, arch: str):
         return compiled(kernel, shape, arch).to()
     except Exception as error:
         error.add_note(
-            f"The CuTeDSL kernel for {arch} could not be loaded. Installed: {support.installed()}; the cu13 libraries "
-            "are for CUDA 13, the cu12 ones for CUDA 12. implementation='triton' does without them"
+            f"The CuTeDSL kernel for {arch} could not be compiled and loaded. Installed: {support.installed()}; the "
+            "cu13 libraries are for CUDA 13, the cu12 ones for CUDA 12. implementation='triton' does without them"
         )
         raise
 
@@ -140,6 +142,3 @@ class Launch:
         values[-1] = torch.cuda.current_stream().cuda_stream
         first = ctypes.addressof(values)
         self._function.run_compiled_program([first + 8 * i for i in range(len(values))])
-
-
-STREAM = cuda.CUstream

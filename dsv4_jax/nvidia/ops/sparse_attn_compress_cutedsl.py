@@ -29,12 +29,14 @@ from dsv4_jax.nvidia.ops.window import (
     softmax_sum,
 )
 
-SHORT_THREADS = 128  # of a short window: four channels each
 SHORT_WINDOW = 16  # rows that a thread's registers hold
+SHORT_THREADS = 128  # of a short window: four channels each
 LONG_THREADS = 256  # of an eighth of a long window: sixteen threads a row
 CLUSTER = 8  # CTAs of a long window: 64 channels each
 WARPS = LONG_THREADS // 32
 GROUPS = LONG_THREADS // 16  # rows that are read at once
+CARVEOUT = 10  # per cent of the L1 cache that are shared memory: the bias is read from the rest again and again
+FEW_WINDOWS = 128  # so many long ones, or fewer, are faster with many registers a thread than with many threads
 
 
 def run(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, save):
@@ -50,7 +52,7 @@ def run(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv
     saved = {"all": tokens, "tail": metadata.saving.shape[0], "none": 0}[save] if state_cache.shape[0] else 0
     if windows + saved == 0:
         return state_cache, kv_cache
-    arrays = {"state_cache": state_cache}
+    arrays = {"state_cache": state_cache} if state_cache.shape[0] else {}
     if windows:
         arrays |= {"closing": metadata.closing, "window_slots": metadata.window_slots}
         arrays |= {"kv_cache": kv_cache, "norm_weight": norm_weight, "cos_sin": cos_sin}
@@ -62,18 +64,16 @@ def run(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv
         arrays["saving"] = metadata.saving
     elif saved:
         arrays |= {"positions": metadata.positions, "slot_mapping": metadata.slot_mapping}
-    shape = _shape(config, kv_cache, kv_score, norm_weight, save)
+    shape = _shape(config, windows, kv_cache, kv_score, norm_weight, save)
     updates = [name for name, does in (("state_cache", saved), ("kv_cache", windows)) if does]
-    long = config.window > SHORT_WINDOW
-    per_program = CLUSTER * _saved_by_cta(shape, LONG_THREADS) if long else _saved_by_cta(shape)
+    savers = -(-saved // _saved_by_cta(shape))
     numbers = {
         **_lengths(metadata, state_cache, kv_cache, cos_sin),
         "windows": windows,
         "saved": saved,
-        "programs": windows,
-        "blocks": (windows + -(-saved // per_program)) * (CLUSTER if long else 1),
+        "blocks": (windows + -(-savers // CLUSTER)) * CLUSTER if _is_long(shape) else windows + savers,
     }
-    results = dict(zip(updates, _call(_long if long else _short, shape, arrays, numbers, updates), strict=True))
+    results = dict(zip(updates, _call(_kernel(shape), shape, arrays, numbers, updates), strict=True))
     return results.get("state_cache", state_cache), results.get("kv_cache", kv_cache)
 
 
@@ -102,9 +102,8 @@ def compress_kv_sparse_attn_cutedsl(state_cache, metadata, *, config):
     compressed = jax.ShapeDtypeStruct((windows, config.head_dim), jnp.float32)
     if windows == 0 or state_cache.shape[0] == 0:
         return jnp.zeros(compressed.shape, compressed.dtype)
-    shape = _shape(config, None, None, None, "none")
+    shape = _shape(config, windows)
     arrays = {"closing": metadata.closing, "window_slots": metadata.window_slots, "state_cache": state_cache}
-    long = config.window > SHORT_WINDOW
     numbers = {
         "tokens": metadata.positions.shape[0],
         "state_pages": state_cache.shape[0],
@@ -112,10 +111,9 @@ def compress_kv_sparse_attn_cutedsl(state_cache, metadata, *, config):
         "kv_pages": 2**31 - 1,
         "table_rows": 2**31 - 1,
         "windows": windows,
-        "programs": windows,
-        "blocks": windows * (CLUSTER if long else 1),
+        "blocks": windows * CLUSTER if _is_long(shape) else windows,
     }
-    return _call(_long if long else _short, shape, arrays, numbers, [], compressed)[0]
+    return _call(_kernel(shape), shape, arrays, numbers, [], compressed)[0]
 
 
 def norm_rope_insert_sparse_attn_cutedsl(
@@ -146,8 +144,8 @@ def norm_rope_insert_sparse_attn_cutedsl(
     if kv_scale is not None:
         arrays["kv_scale"] = _scale(kv_scale)
     numbers = _lengths(metadata, state_cache, kv_cache, cos_sin) | {"windows": windows, "blocks": windows}
-    shape = _shape(config, kv_cache, None, norm_weight, "none")
-    return _call(_finish, shape, arrays, numbers, ["kv_cache"])[0]
+    shape = _shape(config, windows, kv_cache, None, norm_weight)
+    return _call(_norm_rope_insert, shape, arrays, numbers, ["kv_cache"])[0]
 
 
 def compress_norm_rope_store_cutedsl(state_cache, kv_cache, metadata, norm_weight, cos_sin, *, config, kv_scale=None):
@@ -180,7 +178,7 @@ def _scale(kv_scale):
     return jnp.float32(kv_scale) if isinstance(kv_scale, int | float) else kv_scale
 
 
-def _shape(config, kv_cache, kv_score, norm_weight, save):
+def _shape(config, windows, kv_cache=None, kv_score=None, norm_weight=None, save="none"):
     page_bytes = 0
     if kv_cache is not None:
         page_bytes = kv_cache.shape[1] if config.format.packed else config.kv_page_rows * config.format.value_bytes
@@ -197,7 +195,26 @@ def _shape(config, kv_cache, kv_score, norm_weight, save):
         dtype=None if kv_score is None else kv_score.dtype.name,
         norm_dtype="float32" if norm_weight is None else norm_weight.dtype.name,
         save=save,
+        resident=_resident(config.window, windows),
     )
+
+
+def _resident(window, windows):
+    """CTAs of a multiprocessor that are to fit its registers. Measured on an H200, as are the numbers above."""
+    if window <= SHORT_WINDOW:
+        return min(4, 32 // window)
+    if window > 128:
+        return 1
+    return 2 if windows <= FEW_WINDOWS else 3
+
+
+def _is_long(shape):
+    return shape.window > SHORT_WINDOW
+
+
+def _kernel(shape):
+    """The kernel for a window's length."""
+    return _long_windows if _is_long(shape) else _short_windows
 
 
 def _lengths(metadata, state_cache, kv_cache, cos_sin):
@@ -209,20 +226,27 @@ def _lengths(metadata, state_cache, kv_cache, cos_sin):
     }
 
 
-def _saved_by_cta(shape, threads=SHORT_THREADS):
+def _saved_by_cta(shape):
     """Rows that a CTA saves: eight loads in flight in each thread."""
-    return 8 * 4 * threads // (2 * shape.width)
+    return 8 * 4 * (LONG_THREADS if _is_long(shape) else SHORT_THREADS) // (2 * shape.width)
 
 
 @cute.jit
-def _short(a: Arguments, stream: launch.STREAM, shape: cutlass.Constexpr):
-    _short_kernel(a, shape).launch(grid=[a.blocks, 1, 1], block=[SHORT_THREADS, 1, 1], stream=stream)
+def _short_windows(a: Arguments, stream: launch.STREAM, shape: cutlass.Constexpr):
+    short_window_kernel(a, shape).launch(
+        grid=[a.blocks, 1, 1],
+        block=[SHORT_THREADS, 1, 1],
+        min_blocks_per_mp=shape.resident,
+        preferred_smem_carveout=CARVEOUT,
+        stream=stream,
+    )
 
 
 @cute.kernel
-def _short_kernel(a: Arguments, shape: cutlass.Constexpr):
+def short_window_kernel(a: Arguments, shape: cutlass.Constexpr):
+    """A CTA a window, then a CTA for every few states to save."""
     thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-    if block < a.programs:
+    if block < a.windows:
         channel = thread * 4
         kv = cute.make_rmem_tensor((shape.window, 4), Float32)
         score = cute.make_rmem_tensor((shape.window, 4), Float32)
@@ -241,7 +265,7 @@ def _short_kernel(a: Arguments, shape: cutlass.Constexpr):
     else:
         count = _saved_by_cta(shape)
         if cutlass.const_expr(shape.save != "none"):
-            save_rows(a, (block - a.programs) * count, count, thread, SHORT_THREADS, shape)
+            save_rows(a, (block - a.windows) * count, count, thread, SHORT_THREADS, shape)
 
 
 def _sum_of_cta(squares):
@@ -257,12 +281,12 @@ def _sum_of_cta(squares):
 
 
 @cute.jit
-def _finish(a: Arguments, stream: launch.STREAM, shape: cutlass.Constexpr):
-    _finish_kernel(a, shape).launch(grid=[a.blocks, 1, 1], block=[SHORT_THREADS, 1, 1], stream=stream)
+def _norm_rope_insert(a: Arguments, stream: launch.STREAM, shape: cutlass.Constexpr):
+    norm_rope_insert_kernel(a, shape).launch(grid=[a.blocks, 1, 1], block=[SHORT_THREADS, 1, 1], stream=stream)
 
 
 @cute.kernel
-def _finish_kernel(a: Arguments, shape: cutlass.Constexpr):
+def norm_rope_insert_kernel(a: Arguments, shape: cutlass.Constexpr):
     """From a compressed window to its key; the second of two launches."""
     thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
     channel = thread * 4
@@ -282,14 +306,20 @@ def _finish_kernel(a: Arguments, shape: cutlass.Constexpr):
 
 
 @cute.jit
-def _long(a: Arguments, stream: launch.STREAM, shape: cutlass.Constexpr):
-    _long_kernel(a, shape).launch(
-        grid=[a.blocks, 1, 1], block=[LONG_THREADS, 1, 1], cluster=[CLUSTER, 1, 1], stream=stream
+def _long_windows(a: Arguments, stream: launch.STREAM, shape: cutlass.Constexpr):
+    long_window_kernel(a, shape).launch(
+        grid=[a.blocks, 1, 1],
+        block=[LONG_THREADS, 1, 1],
+        cluster=[CLUSTER, 1, 1],
+        min_blocks_per_mp=shape.resident,
+        preferred_smem_carveout=CARVEOUT,
+        stream=stream,
     )
 
 
 @cute.kernel
-def _long_kernel(a: Arguments, shape: cutlass.Constexpr):
+def long_window_kernel(a: Arguments, shape: cutlass.Constexpr):
+    """A cluster a window, 64 channels a CTA; then clusters whose CTAs save states."""
     thread, rank = cute.arch.thread_idx()[0], cute.arch.block_idx_in_cluster()
     cluster = cute.arch.block_idx()[0] // CLUSTER
     warp, lane, group = thread // 32, thread % 32, thread // 16
@@ -301,7 +331,7 @@ def _long_kernel(a: Arguments, shape: cutlass.Constexpr):
     )
     founds = cute.make_tensor(cute.arch.alloc_smem(Int32, WARPS), cute.make_layout(WARPS))
     squares_at = cute.arch.alloc_smem(Float32, CLUSTER)
-    if cluster < a.programs:
+    if cluster < a.windows:
         entry = plan_entry(a, cluster, shape)
         if entry.valid:
             # A CTA's shared memory may be written to once the CTA has begun: waited for after the loads below.
@@ -344,8 +374,8 @@ def _long_kernel(a: Arguments, shape: cutlass.Constexpr):
                     cute.arch.cluster_wait()
     else:
         if cutlass.const_expr(shape.save != "none"):
-            count = _saved_by_cta(shape, LONG_THREADS)
-            first = ((cluster - a.programs) * CLUSTER + rank) * count
+            count = _saved_by_cta(shape)
+            first = ((cluster - a.windows) * CLUSTER + rank) * count
             save_rows(a, first, count, thread, LONG_THREADS, shape)
 
 

@@ -85,12 +85,13 @@ def load_window(
 
 
 def _load_batch(a, entry, rows, channel, kv, score, shape):
+    bias = [load4(_bias_address(a, rows.element(i), channel, shape), True) for i in range(rows.count)]
     for i in range(rows.count):
         at = _batch_address(a, entry, rows.element(i), channel, shape)
         _put(kv, i, load4(at, True, shape.dtype, once=True))
         _put(score, i, load4(at + shape.width * BYTES[shape.dtype], True, shape.dtype, once=True))
     for i in range(rows.count):
-        _add(score, i, load4(_bias_address(a, rows.element(i), channel, shape), True))
+        _add(score, i, bias[i])
 
 
 def _load_mixed(a, index, entry, rows, channel, kv, score, shape):
