@@ -15,18 +15,21 @@ class Op:
     """A primitive over pytrees of arrays, in place on some of them.
 
     Each implementation is a function `implement(*args, platform=..., **params)` in the module that
-    `platforms.MODULES` names for it; all take the same arguments and return the updated arrays as a tuple.
+    `platforms.MODULES` names for it; all take the same arguments and return a tuple: the updated arrays, then new ones.
     """
 
-    def __init__(self, name: str, updates: tuple[int, ...]):
+    def __init__(self, name: str, updates: tuple[int, ...] = (), outputs: Callable | None = None):
         """Makes the primitive.
 
         Args:
           name: of the op; it stands in the jaxpr and names the implementations' modules.
           updates: which positional arguments are returned updated, in this order.
+          outputs: `outputs(*args, **params)` gives the shapes and dtypes of the new arrays, a tuple of
+            `jax.ShapeDtypeStruct`; its arguments have a shape and a dtype alone.
         """
         self.name = name
         self.updates = updates
+        self.outputs = outputs
         self.primitive = Primitive(name)
         self.primitive.multiple_results = True
         self.primitive.def_abstract_eval(self._abstract_eval)
@@ -58,18 +61,19 @@ class Op:
         with jax.disable_jit(False):
             return _jitted(self.primitive, **params)(*flat)
 
-    def _abstract_eval(self, *flat, tree, **_):
+    def _abstract_eval(self, *flat, tree, params, **_):
         args = jax.tree.unflatten(tree, flat)
-        results = [args[i] for i in self.updates]
+        updated = [args[i] for i in self.updates]
         varying = frozenset().union(*map(_varying, flat))
-        for result in results:
+        for result in updated:
             if axes := sorted(map(str, varying - _varying(result))):
                 raise ValueError(
                     f"{self.name} under jax.shard_map: a cache of type {result} is the same on all devices along "
                     f"{', '.join(axes)}, but the batch differs there; shard the cache too, so that each has its own, "
                     "or where it is made inside, use jax.lax.pcast(cache, axes, to='varying')"
                 )
-        return results
+        new = self.outputs(*args, **dict(params)) if self.outputs else ()
+        return [*updated, *(_like(flat[0], struct, varying) for struct in new)]
 
     def _lower(self, platform, ctx, *flat, tree, implementation, params):
         name = implementation or platforms.choose(self.name, platform)
@@ -89,20 +93,25 @@ class Op:
 
     def _no_grad(self, *_, **__):
         raise NotImplementedError(
-            f"{self.name} writes quantised bytes in place and has no derivative; put jax.lax.stop_gradient around "
-            "its inputs, or wrap it in jax.custom_vjp"
+            f"{self.name} has no derivative; put jax.lax.stop_gradient around its inputs, or wrap it in jax.custom_vjp"
         )
 
     def _no_vmap(self, *_, **__):
         raise NotImplementedError(
             f"{self.name} cannot be batched by jax.vmap; put the batch's sequences one after another as requests of "
-            "one CompressorMetadata, or use jax.lax.map"
+            "one batch of tokens, or use jax.lax.map"
         )
 
 
 def _varying(aval) -> frozenset:
     """The mesh axes along which a value differs from device to device, under `jax.shard_map(check_vma=True)`."""
     return getattr(getattr(aval, "mat", None), "varying", frozenset())
+
+
+def _like(aval, struct, varying):
+    """The type of a new array, which under `jax.shard_map` differs along the axes `varying`."""
+    axes = {"manual_axis_type": type(aval.mat)(varying=varying)} if varying else {}
+    return jax.core.ShapedArray(struct.shape, struct.dtype, **axes)
 
 
 @functools.cache

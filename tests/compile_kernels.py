@@ -23,8 +23,8 @@ def compile_launches(target: GPUTarget) -> dict:
     """Binary sizes by kernel name and specialisation."""
     compiled = {}
 
-    def record(kernel, grid, updates, scratch, num_warps, constants, args):
-        arrays = {**args, **scratch}
+    def record(kernel, grid, updates, outputs, num_warps, constants, args):
+        arrays = {**args, **outputs}
         signature = {}
         attributes = {}
         for i, name in enumerate(kernel.arg_names):
@@ -41,7 +41,7 @@ def compile_launches(target: GPUTarget) -> dict:
             binary = triton.compile(source, target=target, options={"num_warps": num_warps})
             compiled[key] = len(binary.asm[BINARY[target.backend]])
             print(kernel.__name__, constants.get("FORMAT", ""), constants.get("SAVE", ""), compiled[key], flush=True)
-        return tuple(args[name] for name in updates) + tuple(jnp.zeros(s.shape, s.dtype) for s in scratch.values())
+        return tuple(args[name] for name in updates) + tuple(jnp.zeros(s.shape, s.dtype) for s in outputs.values())
 
     launch._launch_gpu = record
     for config in (

@@ -88,7 +88,7 @@ def implement(
         _compress_kernel,
         windows * (config.head_dim // block) + saved,
         updates=() if save == "none" else ("state_cache",),
-        scratch={"compressed": compressed},
+        outputs={"compressed": compressed},
         num_warps=4,
         constants={**shape, "SAVE": save, "BLOCK": block},
         **window,

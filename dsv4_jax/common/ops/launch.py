@@ -8,28 +8,28 @@ import triton
 from dsv4_jax.common.ops import interpreter
 
 
-def launch(kernel, grid: int, *, updates=(), scratch=None, num_warps: int, constants: dict, **args) -> tuple:
+def launch(kernel, grid: int, *, updates=(), outputs=None, num_warps: int, constants: dict, **args) -> tuple:
     """Launches `kernel` on `grid` programs; arguments go by the kernel's parameter names.
 
     Args:
       kernel: a `triton.jit` function; its array parameters come first, results among them last.
       grid: number of programs.
       updates: names of the arrays that the kernel updates in place.
-      scratch: name to `jax.ShapeDtypeStruct` of buffers that XLA lends for this call; the last array parameters.
+      outputs: name to `jax.ShapeDtypeStruct` of new arrays, results or outputs; the last array parameters.
       num_warps: warps of a program.
       constants: `constexpr` parameters.
       **args: arrays and integers.
 
     Returns:
-      The updated arrays, then the scratch buffers.
+      The updated arrays, then the outputs.
     """
-    scratch = scratch or {}
+    outputs = outputs or {}
     if isinstance(kernel, triton.runtime.JITFunction):
-        return _launch_gpu(kernel, grid, updates, scratch, num_warps, constants, args)
-    return _launch_interpreted(kernel, grid, updates, scratch, constants, args)
+        return _launch_gpu(kernel, grid, updates, outputs, num_warps, constants, args)
+    return _launch_interpreted(kernel, grid, updates, outputs, constants, args)
 
 
-def _launch_gpu(kernel, grid, updates, scratch, num_warps, constants, args):
+def _launch_gpu(kernel, grid, updates, outputs, num_warps, constants, args):
     import jax_triton
 
     operands = [name for name in kernel.arg_names if name in args]
@@ -40,23 +40,23 @@ def _launch_gpu(kernel, grid, updates, scratch, num_warps, constants, args):
         results = jax_triton.triton_call(
             kernel=kernel,
             grid=(grid,),
-            out_type=[*scratch.values(), *(jax.typeof(args[name]) for name in updates)],
-            input_output_aliases={operands.index(name): len(scratch) + i for i, name in enumerate(updates)},
+            out_type=[*outputs.values(), *(jax.typeof(args[name]) for name in updates)],
+            input_output_aliases={operands.index(name): len(outputs) + i for i, name in enumerate(updates)},
             num_warps=num_warps,
             **args,
             **constants,
         )
-    return (*results[len(scratch) :], *results[: len(scratch)])
+    return (*results[len(outputs) :], *results[: len(outputs)])
 
 
-def _launch_interpreted(kernel, grid, updates, scratch, constants, args):
+def _launch_interpreted(kernel, grid, updates, outputs, constants, args):
     import bridge
 
     names = [name for name, value in args.items() if not isinstance(value, int)]
     numbers = {name: value for name, value in args.items() if isinstance(value, int)}
 
     def run(*tensors):
-        arrays = dict(zip([*names, *scratch], tensors, strict=True))
+        arrays = dict(zip([*names, *outputs], tensors, strict=True))
         with interpreter.round_to_nearest_even():
             kernel[(grid,)](**arrays, **numbers, **constants)
 
@@ -64,7 +64,7 @@ def _launch_interpreted(kernel, grid, updates, scratch, constants, args):
         run,
         *(args[name] for name in names),
         out_type=tuple(jax.ShapeDtypeStruct(args[name].shape, args[name].dtype) for name in updates)
-        + tuple(scratch.values()),
+        + tuple(outputs.values()),
         input_output_aliases={names.index(name): i for i, name in enumerate(updates)},
     )
     return tuple(results)

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from dsv4_jax.common.reference.rope import rope
+
 
 def normalised_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, *, config):
     """The keys of the windows that this batch closes.
@@ -28,7 +30,8 @@ def normalised_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, 
         closes &= in_batch >= 1  # the closing token itself
     kv, score, present = _window(kv_score, ape, state_cache, metadata.window_slots, row, in_batch, config)
     keys = _rms_norm(_softmax_sum(kv, score, present), norm_weight, config.eps)
-    return _rope(keys, cos_sin, position, config), jnp.where(closes & present.any(axis=1), slot, -1)
+    # At the position of the window's first own token.
+    return rope(keys, cos_sin, position // m * m), jnp.where(closes & present.any(axis=1), slot, -1)
 
 
 def _window(kv_score, ape, state_cache, slots, row, in_batch, config):
@@ -76,13 +79,3 @@ def _softmax_sum(kv, score, present):
 
 def _rms_norm(c, norm_weight, eps):
     return c * jax.lax.rsqrt((c * c).mean(axis=1, keepdims=True) + eps) * norm_weight.astype(jnp.float32)
-
-
-def _rope(x, cos_sin, position, config):
-    """Rotates the last channels, interleaved pairs, at the position of the window's first own token."""
-    m, half = config.compress_ratio, config.rope_head_dim // 2
-    angles = jnp.take(cos_sin, position // m * m, axis=0, mode="clip")
-    cos, sin = angles[:, :half], angles[:, half:]
-    even, odd = x[:, -2 * half :: 2], x[:, -2 * half + 1 :: 2]
-    rotated = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
-    return jnp.concatenate([x[:, : -2 * half], rotated.reshape(x.shape[0], -1)], axis=1)
