@@ -1,7 +1,8 @@
-"""torch_call: a PyTorch function as an operation of a JAX program.
+"""torch_call and raw_call: a Python function of tensors, or of addresses, as an operation of a JAX program.
 
-`torch_call_p` is a JAX primitive whose lowering is `jax.experimental.buffer_callback`. Whatever can be decided before
-the program runs is decided while tracing or lowering; a run only makes the tensors and calls the function.
+`bridge_call_p` is a JAX primitive whose lowering is `jax.experimental.buffer_callback`. Whatever can be decided before
+the program runs is decided while tracing or lowering; a run (`_run.py`) only makes the arguments and calls the
+function.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,10 +18,8 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from bridge._dlpack import jax_dtype, load_torch, require_x64, torch_dtype
-
-if TYPE_CHECKING:
-    import torch
+from bridge import _run
+from bridge._dlpack import carried, jax_dtype, load_torch, require_x64, torch_dtype
 
 
 def torch_call(
@@ -68,43 +67,94 @@ def torch_call(
       jax.errors.JaxRuntimeError: when it runs, with the traceback of what `fn` raised in its text.
     """
     load_torch()
-    if not callable(fn):
-        raise TypeError(f"torch_call: fn is a {type(fn).__name__}; it must be callable")
-    if not isinstance(fn, Hashable):
-        raise TypeError(f"torch_call: fn, a {type(fn).__name__}, is not hashable; it must be, to key compiled programs")
-    if name is None:
-        inner = fn.func if isinstance(fn, functools.partial) else fn
-        name = getattr(inner, "__name__", type(inner).__name__)
-    elif not isinstance(name, str):
-        raise TypeError(f"torch_call: name is a {type(name).__name__}; it must be a str")
+    name = _checked_name("torch_call", fn, name)
     if not isinstance(command_buffer_compatible, bool | None):
         raise TypeError(f"torch_call: command_buffer_compatible is {command_buffer_compatible!r}; it must be a bool")
-
-    in_avals = tuple(_input_aval(arg, f"torch_call: argument {i} of {name}") for i, arg in enumerate(args))
+    in_avals = _input_avals("torch_call", args, name)
     scratch_avals = _declared_avals(scratch_type, "torch_call: scratch_type")[0]
-    aliases = input_output_aliases or {}
-    if out_type is None:
-        if aliases:
-            raise ValueError("torch_call: input_output_aliases needs out_type, to say what the outputs are")
-        out_avals, out_tree = _infer(fn, name, in_avals, scratch_avals, _fake_device(), jax.config.jax_enable_x64)
-    else:
+    if out_type is not None:
         out_avals, out_tree = _declared_avals(out_type, "torch_call: out_type")
-    if not out_avals:
-        raise ValueError(f"torch_call: {name} has no outputs; XLA drops a call that has none, so give it at least one")
-
-    results = torch_call_p.bind(
-        *args,
-        fn=fn,
-        name=name,
-        result_avals=out_avals + scratch_avals,
+    elif input_output_aliases:
+        raise ValueError("torch_call: input_output_aliases needs out_type, to say what the outputs are")
+    else:
+        out_avals, out_tree = _infer(fn, name, in_avals, scratch_avals, _fake_device(), jax.config.jax_enable_x64)
+    results = _bind(
+        "torch_call", fn, name, args, in_avals, out_avals, scratch_avals, input_output_aliases,
         returned_tree=out_tree if out_type is None else None,
-        aliases=_checked_aliases(aliases, in_avals, out_avals),
         capture=out_type is not None if command_buffer_compatible is None else command_buffer_compatible,
+    )  # fmt: skip
+    return jax.tree.unflatten(out_tree, results)
+
+
+def raw_call(
+    fn: Callable[..., None],
+    *args: jax.Array | np.ndarray,
+    out_type: Any,
+    input_output_aliases: Mapping[int, int] | None = None,
+    scratch_type: Any = (),
+    command_buffer_compatible: bool = True,
+    name: str | None = None,
+) -> Any:
+    """Calls `fn(stream, *addresses)`: `torch_call` for functions that need no tensors, such as launches of kernels.
+
+    Needs no torch, and takes a fraction of the time that tensors take. Addresses are integers, of row-major arrays, in
+    the order in which `torch_call` passes tensors: inputs, outputs, scratch, an aliased output not a second time.
+    `stream` is the CUDA or HIP stream on which the work is to be queued, an integer (0 on the CPU); its device is the
+    current one. What `torch_call` says about command buffers holds here too.
+
+    Args:
+      fn: a hashable callable. It returns nothing.
+      *args, out_type, input_output_aliases, scratch_type, name: see `torch_call`; `out_type` is needed.
+      command_buffer_compatible: whether XLA may capture the call.
+
+    Returns:
+      Arrays in the structure of `out_type`.
+
+    Raises:
+      As `torch_call`.
+    """
+    name = _checked_name("raw_call", fn, name)
+    if not isinstance(command_buffer_compatible, bool):
+        raise TypeError(f"raw_call: command_buffer_compatible is {command_buffer_compatible!r}; it must be a bool")
+    in_avals = _input_avals("raw_call", args, name)
+    out_avals, out_tree = _declared_avals(out_type, "raw_call: out_type")
+    scratch_avals = _declared_avals(scratch_type, "raw_call: scratch_type")[0]
+    results = _bind(
+        "raw_call", fn, name, args, in_avals, out_avals, scratch_avals, input_output_aliases,
+        returned_tree=None, capture=command_buffer_compatible,
+    )  # fmt: skip
+    return jax.tree.unflatten(out_tree, results)
+
+
+def _bind(caller, fn, name, args, in_avals, out_avals, scratch_avals, aliases, **params) -> list:
+    if not out_avals:
+        raise ValueError(f"{caller}: {name} has no outputs; XLA drops a call that has none, so give it at least one")
+    aliases = _checked_aliases(f"{caller}: input_output_aliases", aliases or {}, in_avals, out_avals)
+    results = bridge_call_p.bind(
+        *args, caller=caller, fn=fn, name=name, result_avals=out_avals + scratch_avals, aliases=aliases, **params
     )
-    return jax.tree.unflatten(out_tree, results[: len(out_avals)])
+    return results[: len(out_avals)]
 
 
 # Tracing: every shape and dtype is known and checked before anything runs.
+
+
+def _checked_name(caller: str, fn: Any, name: Any) -> str:
+    """What to call `fn`, which must be hashable and callable."""
+    if not callable(fn):
+        raise TypeError(f"{caller}: fn is a {type(fn).__name__}; it must be callable")
+    if not isinstance(fn, Hashable):
+        raise TypeError(f"{caller}: fn, a {type(fn).__name__}, is not hashable; it must be, to key compiled programs")
+    if name is None:
+        inner = fn.func if isinstance(fn, functools.partial) else fn
+        return getattr(inner, "__name__", type(inner).__name__)
+    if not isinstance(name, str):
+        raise TypeError(f"{caller}: name is a {type(name).__name__}; it must be a str")
+    return name
+
+
+def _input_avals(caller: str, args: tuple, name: str) -> tuple[jax.core.ShapedArray, ...]:
+    return tuple(_input_aval(arg, f"{caller}: argument {i} of {name}") for i, arg in enumerate(args))
 
 
 def _input_aval(arg: Any, what: str) -> jax.core.ShapedArray:
@@ -130,13 +180,12 @@ def _declared_avals(declared: Any, what: str) -> tuple[tuple[jax.core.ShapedArra
 def _aval(x: Any, what: str) -> jax.core.ShapedArray:
     if not all(isinstance(size, int | np.integer) for size in x.shape):
         raise TypeError(f"{what} has shape {x.shape}; every size must be a known integer")
-    torch_dtype(x.dtype, what)
+    carried(x.dtype, what)
     require_x64(x.dtype, what)
     return jax.core.ShapedArray(x.shape, x.dtype)
 
 
-def _checked_aliases(aliases: Any, in_avals: tuple, out_avals: tuple) -> tuple[tuple[int, int], ...]:
-    what = "torch_call: input_output_aliases"
+def _checked_aliases(what: str, aliases: Any, in_avals: tuple, out_avals: tuple) -> tuple[tuple[int, int], ...]:
     if not isinstance(aliases, Mapping) or not all(type(i) is int for pair in aliases.items() for i in pair):
         raise TypeError(f"{what} is {aliases!r}; it must be a dict of int to int, input index to output index")
     pairs = tuple(sorted(aliases.items()))
@@ -210,93 +259,14 @@ def _infer_anew(
     return tuple(avals), tree
 
 
-# Running: what happens at each call, and so what must be lean.
-
-
-def _writer(fn: Callable, name: str, num_in: int, result_avals: tuple, aliases: tuple) -> Callable:
-    """A function of XLA's buffers, all inputs and then all results, that has `fn` write its outputs."""
-    torch = load_torch()
-    num_results = len(result_avals)
-    result_of = {i: num_in + o for i, o in aliases}
-    aliased = set(result_of.values())
-    # An aliased input and output are one buffer: it is taken from the results, which are the ones that may be written.
-    order = [result_of.get(i, i) for i in range(num_in)]
-    order += [r for r in range(num_in, num_in + num_results) if r not in aliased]
-    written = [position for position, index in enumerate(order) if index >= num_in]
-    shapes = {position: result_avals[order[position] - num_in].shape for position in written}
-
-    def run(buffers: tuple) -> None:
-        tensors = [torch.from_dlpack(buffers[index].__dlpack__()) for index in order]
-        returned = fn(*tensors)
-        if returned is not None and not any(returned is tensors[position] for position in written):
-            raise TypeError(
-                f"torch_call: {name} returned {_described(returned)}, which would be lost: out_type was given, so it "
-                "must write to the output tensors it is passed last, and return None"
-            )
-        # torch moves an out= tensor of the wrong shape to other memory, where XLA would not see it.
-        for position, shape in shapes.items():
-            if tensors[position].shape != shape:
-                raise TypeError(
-                    f"torch_call: {name} changed the shape of an output from {tuple(shape)} to "
-                    f"{tuple(tensors[position].shape)}; out_type must have the shape that it writes"
-                )
-
-    return run
-
-
-def _returner(fn: Callable, name: str, num_in: int, out_avals: tuple, out_tree: Any) -> Callable:
-    """A function of XLA's buffers, all inputs and then all results, that copies out what `fn` returns."""
-    torch = load_torch()
-    end = num_in + len(out_avals)
-    expected = [(aval.shape, torch_dtype(aval.dtype, name)) for aval in out_avals]
-
-    def run(buffers: tuple) -> None:
-        tensors = [torch.from_dlpack(buffer.__dlpack__()) for buffer in buffers]
-        returned = fn(*tensors[:num_in], *tensors[end:])
-        leaves, tree = jax.tree.flatten(returned)
-        if tree != out_tree or expected != [
-            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else None for leaf in leaves
-        ]:
-            declared = _described(jax.tree.unflatten(out_tree, out_avals))
-            raise TypeError(
-                f"torch_call: {name} returned {_described(returned)}, but returned {declared} when it was traced; "
-                "shapes and dtypes must not depend on values"
-            )
-        for output, leaf in zip(tensors[num_in:end], leaves, strict=True):
-            output.copy_(leaf)
-
-    return run
-
-
-def _described(tree: Any) -> str:
-    """The tree with each tensor or aval given as dtype[sizes], other leaves by their types."""
-
-    def describe(leaf: Any) -> _Bare:
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-            return _Bare(f"{str(leaf.dtype).removeprefix('torch.')}[{','.join(map(str, leaf.shape))}]")
-        return _Bare(type(leaf).__name__)
-
-    return repr(jax.tree.map(describe, tree))
-
-
-class _Bare(str):
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
-@functools.lru_cache(maxsize=64)
-def _stream(pointer: int, device: int) -> torch.cuda.Stream:
-    return load_torch().cuda.ExternalStream(pointer, device=device)
-
-
 # The primitive.
 
-torch_call_p = Primitive("torch_call")
-torch_call_p.multiple_results = True
-torch_call_p.def_impl(functools.partial(xla.apply_primitive, torch_call_p))
+bridge_call_p = Primitive("bridge_call")
+bridge_call_p.multiple_results = True
+bridge_call_p.def_impl(functools.partial(xla.apply_primitive, bridge_call_p))
 
 
-def _result_avals(*in_avals: Any, result_avals: tuple, name: str, **_: Any) -> tuple:
+def _result_avals(*in_avals: Any, result_avals: tuple, caller: str, name: str, **_: Any) -> tuple:
     """The results' types; under `jax.shard_map(check_vma=True)` they vary over the devices that the arguments do."""
     varying = [frozenset(getattr(getattr(aval, "mat", None), "varying", ())) for aval in in_avals]
     union = frozenset().union(*varying)
@@ -304,7 +274,7 @@ def _result_avals(*in_avals: Any, result_avals: tuple, name: str, **_: Any) -> t
         return result_avals
     if union not in varying:
         raise ValueError(
-            f"torch_call of {name} under jax.shard_map: its arguments vary along different mesh axes, "
+            f"{caller} of {name} under jax.shard_map: its arguments vary along different mesh axes, "
             f"{' and '.join(str(sorted(map(str, v))) for v in varying)}; make one vary along all by jax.lax.pcast"
         )
     like = in_avals[varying.index(union)]
@@ -316,65 +286,54 @@ def _result_avals(*in_avals: Any, result_avals: tuple, name: str, **_: Any) -> t
     return tuple(map(varied, result_avals))
 
 
-torch_call_p.def_abstract_eval(_result_avals)
+bridge_call_p.def_abstract_eval(_result_avals)
 
 
-def _lower(ctx: Any, *operands: Any, fn, name, result_avals, returned_tree, aliases, capture, gpu: bool) -> Any:
+def _lower(ctx, *operands, caller, fn, name, result_avals, returned_tree, aliases, capture, gpu) -> Any:
     if ctx.module_context.lowering_parameters.for_export or len(ctx.module_context.platforms) > 1:
         raise NotImplementedError(
-            f"torch_call of {name} cannot be exported (jax.export) or lowered for several platforms at once: "
+            f"{caller} of {name} cannot be exported (jax.export) or lowered for several platforms at once: "
             "it calls Python in this process. Export the parts around it"
         )
-    torch = load_torch()
-    num_in = len(operands)
-    if returned_tree is None:
-        run = _writer(fn, name, num_in, result_avals, aliases)
+    if caller == "raw_call":
+        callback = _run.launcher(fn, name, tuple(ctx.avals_in), result_avals, aliases, gpu)
     else:
-        run = _returner(fn, name, num_in, result_avals[: returned_tree.num_leaves], returned_tree)
-
-    def on_cpu(_: Any, results: list, *inputs: Any) -> None:
-        with torch.no_grad():
-            run((*inputs, *results))
-
-    def on_gpu(ctx: Any, results: list, *inputs: Any) -> None:
-        _, device = results[0].__dlpack_device__()
-        with torch.cuda.stream(_stream(ctx.stream, device)), torch.no_grad():  # makes the device current, too
-            run((*inputs, *results))
-
-    if gpu and torch.cuda.is_available():
-        torch.cuda.init()  # not later, when a graph may be recording
+        if returned_tree is None:
+            run = _run.writer(fn, name, len(operands), result_avals, aliases)
+        else:
+            run = _run.returner(fn, name, len(operands), result_avals[: returned_tree.num_leaves], returned_tree)
+        callback = (_run.on_gpu if gpu else _run.on_cpu)(run)
+        if gpu and load_torch().cuda.is_available():
+            load_torch().cuda.init()  # not later, when a graph may be recording
     call = buffer_callback(
-        on_gpu if gpu else on_cpu,
-        list(result_avals),
-        input_output_aliases=dict(aliases),
-        command_buffer_compatible=capture,
+        callback, list(result_avals), input_output_aliases=dict(aliases), command_buffer_compatible=capture
     )
     return mlir.lower_fun(jax.named_scope(name)(call), multiple_results=True)(ctx, *operands)
 
 
-def _refuse_platform(ctx: Any, *_: Any, name: str, **__: Any) -> Any:
+def _refuse_platform(ctx: Any, *_: Any, caller: str, name: str, **__: Any) -> Any:
     platforms = ", ".join(ctx.module_context.platforms)
-    raise NotImplementedError(f"torch_call of {name} cannot run on {platforms}; it can on cpu, cuda and rocm")
+    raise NotImplementedError(f"{caller} of {name} cannot run on {platforms}; it can on cpu, cuda and rocm")
 
 
-def _refuse_grad(*_: Any, name: str, **__: Any) -> Any:
+def _refuse_grad(*_: Any, caller: str, name: str, **__: Any) -> Any:
     raise NotImplementedError(
-        f"torch_call of {name} cannot be differentiated: JAX does not see into it. "
+        f"{caller} of {name} cannot be differentiated: JAX does not see into it. "
         "Wrap it in jax.custom_vjp, with a backward pass of its own (another torch_call, perhaps)"
     )
 
 
-def _refuse_vmap(*_: Any, name: str, **__: Any) -> Any:
+def _refuse_vmap(*_: Any, caller: str, name: str, **__: Any) -> Any:
     raise NotImplementedError(
-        f"torch_call of {name} cannot be batched by jax.vmap: give the function the batch axis and let it work on "
+        f"{caller} of {name} cannot be batched by jax.vmap: give the function the batch axis and let it work on "
         "that, or call it for one element after the other with jax.lax.map"
     )
 
 
-mlir.register_lowering(torch_call_p, _refuse_platform)
-mlir.register_lowering(torch_call_p, functools.partial(_lower, gpu=False), platform="cpu")
-mlir.register_lowering(torch_call_p, functools.partial(_lower, gpu=True), platform="cuda")
-mlir.register_lowering(torch_call_p, functools.partial(_lower, gpu=True), platform="rocm")
-ad.primitive_jvps[torch_call_p] = _refuse_grad
-ad.primitive_transposes[torch_call_p] = _refuse_grad
-batching.primitive_batchers[torch_call_p] = _refuse_vmap
+mlir.register_lowering(bridge_call_p, _refuse_platform)
+mlir.register_lowering(bridge_call_p, functools.partial(_lower, gpu=False), platform="cpu")
+mlir.register_lowering(bridge_call_p, functools.partial(_lower, gpu=True), platform="cuda")
+mlir.register_lowering(bridge_call_p, functools.partial(_lower, gpu=True), platform="rocm")
+ad.primitive_jvps[bridge_call_p] = _refuse_grad
+ad.primitive_transposes[bridge_call_p] = _refuse_grad
+batching.primitive_batchers[bridge_call_p] = _refuse_vmap

@@ -32,16 +32,20 @@ def load_torch() -> Any:
     return torch
 
 
-def torch_dtype(dtype: Any, what: str) -> torch.dtype:
-    """The torch dtype for a JAX one; TypeError if no tensor can hold it. `what` names the argument."""
-    found = getattr(load_torch(), dtype.name, None) if dtype.name in _CARRIED else None
-    if found is None:
+def carried(dtype: Any, what: str) -> None:
+    """TypeError if DLPack does not carry a JAX dtype to torch. `what` names the argument."""
+    if dtype.name not in _CARRIED:
         key = jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
         instead = "jax.random.key_data of it" if key else "its bits, as uint8 (jax.lax.bitcast_convert_type)"
         raise TypeError(
             f"{what} has dtype {dtype.name}, which DLPack does not carry between JAX and torch; pass {instead}"
         )
-    return found
+
+
+def torch_dtype(dtype: Any, what: str) -> torch.dtype:
+    """The torch dtype for a JAX one; TypeError if no tensor can hold it. `what` names the argument."""
+    carried(dtype, what)
+    return getattr(load_torch(), dtype.name)
 
 
 def jax_dtype(dtype: torch.dtype, what: str) -> np.dtype:

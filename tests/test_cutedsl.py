@@ -110,7 +110,7 @@ def test_the_target_is_in_the_key(fresh, monkeypatch):
 
 def test_one_launch(fresh):
     for kind in ("csa", "hca"):
-        assert str(traced(kind)).count("= torch_call[") == 1
+        assert str(traced(kind)).count("= bridge_call[") == 1
 
 
 @pytest.mark.parametrize(

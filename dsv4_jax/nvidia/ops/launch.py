@@ -1,8 +1,9 @@
-"""Compiles CuTeDSL kernels, once a key, while an op is lowered; launches them on the tensors of a running program."""
+"""Compiles CuTeDSL kernels, once a key, while an op is lowered; launches them on the buffers of a running program."""
 
 import ctypes
 import dataclasses
 import functools
+import threading
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -107,9 +108,9 @@ def loaded(kernel, shape: Shape, arch: str):
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A callable of tensors, named by `names` in their order: launches a compiled kernel on torch's current stream.
+    """A function `(stream, *addresses)`, the addresses named by `names` in their order, that launches a kernel.
 
-    May run while a CUDA graph is recorded: it reads addresses, and nothing else.
+    May run while a CUDA graph is recorded, and on several threads at once.
     """
 
     kernel: object
@@ -124,21 +125,27 @@ class Launch:
 
     def __post_init__(self):
         object.__setattr__(self, "_function", loaded(self.kernel, self.shape, self.arch))
-        fields = Arguments._fields
-        object.__setattr__(self, "_where", tuple(fields.index(name) for name in self.names))
-        values = [0] * (len(fields) + 1)
-        for name, number in self.numbers:
-            values[fields.index(name)] = number
-        object.__setattr__(self, "_values", tuple(values))
+        object.__setattr__(self, "_where", tuple(map(Arguments._fields.index, self.names)))
+        object.__setattr__(self, "_of_thread", threading.local())
 
-    def __call__(self, *tensors) -> None:
-        import torch
+    def __call__(self, stream: int, *addresses: int) -> None:
+        held = self._of_thread.__dict__ or self._prepared()
+        values = held["values"]
+        for i, address in zip(self._where, addresses, strict=True):
+            values[i] = address
+        values[-1] = stream
+        self._function.run_compiled_program(held["pointers"])
 
-        # Every argument in eight bytes of one array, the stream last. Calling the compiled function with Python
-        # objects instead would convert them one by one, at several microseconds each.
-        values = (ctypes.c_int64 * len(self._values))(*self._values)
-        for i, tensor in zip(self._where, tensors, strict=True):
-            values[i] = tensor.data_ptr()
-        values[-1] = torch.cuda.current_stream().cuda_stream
-        first = ctypes.addressof(values)
-        self._function.run_compiled_program([first + 8 * i for i in range(len(values))])
+    def _prepared(self) -> dict:
+        """Every argument in eight bytes of one array, the stream last, and the addresses of these.
+
+        Calling the compiled function with Python objects instead would convert them one by one, at several microseconds
+        each.
+        """
+        numbers = dict(self.numbers)
+        values = [numbers.get(name, 0) for name in (*Arguments._fields, "stream")]
+        array = (ctypes.c_int64 * len(values))(*values)
+        first = ctypes.addressof(array)
+        self._of_thread.values = array
+        self._of_thread.pointers = [ctypes.c_void_p(first + 8 * i) for i in range(len(values))]
+        return self._of_thread.__dict__

@@ -166,7 +166,7 @@ def _call(kernel, shape, arrays, numbers, updates, out_type=None):
         types.append(out_type)
         names = (*names, "compressed")
     function = launch.Launch(kernel, shape, support.gpu_arch(), names, tuple(numbers.items()))
-    return bridge.torch_call(function, *arrays.values(), out_type=tuple(types), input_output_aliases=aliases)
+    return bridge.raw_call(function, *arrays.values(), out_type=tuple(types), input_output_aliases=aliases)
 
 
 def _require(config):
