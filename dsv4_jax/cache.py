@@ -81,6 +81,8 @@ class CacheFormat:
 
     def check_cache(self, name: str, cache, page_rows: int) -> None:
         """Raises unless `cache` (an array or its type) can hold pages of `page_rows` rows of this format."""
+        if not hasattr(cache, "dtype") or not hasattr(cache, "shape"):
+            raise TypeError(f"{name} is a {type(cache).__name__}; it must be an array")
         if cache.dtype != self.dtype:
             raise TypeError(f"{name} has dtype {cache.dtype}; a {self.name} cache must have {self.dtype}")
         if not self.packed:
@@ -94,6 +96,15 @@ class CacheFormat:
                 f"{name} has shape {cache.shape}; a {self.name} cache of {page_rows} rows a page must be [pages, "
                 f"page_bytes], page_bytes a multiple of 4 and at least {least}"
             )
+
+    def check_scale(self, name: str, scale) -> jax.Array | None:
+        """Returns what values are divided by, `[]` float32; raises unless it is given where this format needs it."""
+        if self.needs_scale == (scale is None):
+            must = "a float32 scalar" if self.needs_scale else "None"
+            raise ValueError(f"{name} is {scale!r}; for the cache format {self.name} it must be {must}")
+        if isinstance(scale, int | float):
+            scale = jnp.float32(scale)
+        return None if scale is None else checks.array(name, scale, ())
 
     def pack(self, keys: jax.Array, scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Quantises finished keys (after RMSNorm and RoPE).
@@ -114,17 +125,17 @@ class CacheFormat:
         keys = keys.astype(jnp.float32)
         if self.name == "fp8_ds_mla":
             nope, rope = keys[..., :-ROPE_DIM], keys[..., -ROPE_DIM:]
-            values, exponents = _quantise_fp8(nope, block=64)
-            values = jnp.concatenate([values, _bytes(_bf16(rope))], axis=-1)
-            return values, jnp.pad(_e8m0(exponents), [(0, 0)] * (keys.ndim - 1) + [(0, 1)])
+            values, exponents = quantise_fp8(_round_bf16(nope), block=64)
+            values = jnp.concatenate([values, _bytes(bf16(rope))], axis=-1)
+            return values, jnp.pad(e8m0(exponents), [(0, 0)] * (keys.ndim - 1) + [(0, 1)])
         if self.name == "indexer_fp8":
-            values, exponents = _quantise_fp8(keys, block=128)
-            return values, _bytes(_pow2(exponents))
+            values, exponents = quantise_fp8(_round_bf16(keys), block=128)
+            return values, _bytes(pow2(exponents))
         if self.name == "indexer_mxfp4":
             codes, exponents = _quantise_fp4(keys, block=32)
-            return codes[..., 0::2] | codes[..., 1::2] << 4, _e8m0(exponents)
+            return codes[..., 0::2] | codes[..., 1::2] << 4, e8m0(exponents)
         if self.name == "bf16":
-            return _bytes(_bf16(keys)), jnp.zeros((*keys.shape[:-1], 0), jnp.uint8)
+            return _bytes(bf16(keys)), jnp.zeros((*keys.shape[:-1], 0), jnp.uint8)
         return _fp8(keys / self._checked_scale(scale)), jnp.zeros((*keys.shape[:-1], 0), jnp.uint8)
 
     def store(
@@ -167,36 +178,46 @@ class CacheFormat:
         return values, _gather_bytes(cache, page, offset, self.scale_bytes)
 
     def unpack(
-        self, cache: jax.Array, slots: jax.Array, page_rows: int, *, scale: jax.Array | None = None
+        self,
+        cache: jax.Array,
+        slots: jax.Array,
+        page_rows: int,
+        *,
+        scale: jax.Array | None = None,
+        dtype: jnp.dtype = jnp.float32,
     ) -> jax.Array:
-        """Dequantises the rows at `slots`.
+        """Dequantises the rows at `slots`: value times scale, a product in float32.
 
         Args:
           cache: as `allocate` returns it.
           slots: `[N]` int32; a slot outside the cache gives zeros.
           page_rows: rows of a page.
           scale: `[]` float32, for the format `fp8` alone.
+          dtype: of the result, float32 or bfloat16. What is kept as bfloat16 keeps its bits in it; a product is rounded
+            once more, to the nearest, and NaN is 0x7FC0.
 
         Returns:
-          `[N, head_dim]` float32.
+          `[N, head_dim]` of `dtype`.
         """
+        checks.one_of("dtype", jnp.dtype(dtype), checks.FLOATS)
         checks.at_least("page_rows", page_rows, 1)
         self.check_cache("cache", cache, page_rows)
         slots = checks.integers("slots", slots, ("N",))
         values, scales = self.load(cache, slots, page_rows)
+        narrow = bf16 if dtype == jnp.bfloat16 else lambda x: x
         if self.name == "fp8_ds_mla":
             nope, rope = values[:, : -2 * ROPE_DIM], values[:, -2 * ROPE_DIM :]
-            exponents = scales[:, :7].astype(jnp.int32) - 127
-            return jnp.concatenate([_scaled(_from_fp8(nope), exponents), _from_bf16(rope)], axis=1)
+            nope = _scaled(_from_fp8(nope), scales[:, :7].astype(jnp.int32) - 127)
+            return jnp.concatenate([narrow(nope), _as_bf16(rope).astype(dtype)], axis=1)
         if self.name == "indexer_fp8":
-            return _from_fp8(values) * lax.bitcast_convert_type(scales, jnp.float32)[:, None]
+            return narrow(_from_fp8(values) * lax.bitcast_convert_type(scales, jnp.float32)[:, None])
         if self.name == "indexer_mxfp4":
             codes = jnp.stack([values & 0xF, values >> 4], axis=-1).reshape(-1, self.head_dim)
             magnitudes = jnp.array(E2M1_VALUES, jnp.float32)[codes & 7]
-            return _scaled(jnp.where(codes >= 8, -magnitudes, magnitudes), scales.astype(jnp.int32) - 127)
+            return narrow(_scaled(jnp.where(codes >= 8, -magnitudes, magnitudes), scales.astype(jnp.int32) - 127))
         if self.name == "bf16":
-            return _from_bf16(values)
-        return _from_fp8(values) * self._checked_scale(scale)
+            return _as_bf16(values).astype(dtype)
+        return narrow(_from_fp8(values) * self._checked_scale(scale))
 
     def _checked_scale(self, scale):
         if scale is None:
@@ -216,18 +237,18 @@ CACHE_FORMATS = {
 }
 
 
-def _quantise_fp8(x, block):
-    """The fp8 codes of bf16-rounded x, and the exponent of each block's scale."""
-    blocks = _blocks(_round_bf16(x), block)
-    e = _scale_exponent(_amax(blocks, FP8_AMAX_MIN), FP8_MAX)
-    return _fp8(blocks * _pow2(-e)[..., None]).reshape(x.shape), e
+def quantise_fp8(x, block, amax_min=FP8_AMAX_MIN):
+    """The fp8 codes of x, and the exponent of each block's scale."""
+    blocks = _blocks(x, block)
+    e = _scale_exponent(_amax(blocks, amax_min), FP8_MAX)
+    return _fp8(blocks * pow2(-e)[..., None]).reshape(x.shape), e
 
 
 def _quantise_fp4(x, block):
     """The E2M1 codes (one a byte) of bf16-rounded x, and the exponent of each block's scale."""
     blocks = _blocks(_round_bf16(x), block)
     e = _scale_exponent(_amax(blocks, FP4_AMAX_MIN), FP4_MAX)
-    x = (blocks * _pow2(-e)[..., None]).reshape(x.shape)
+    x = (blocks * pow2(-e)[..., None]).reshape(x.shape)
     a = jnp.abs(x)
     # Midpoints between neighbours, each going to the even code.
     code = sum((a > t).astype(jnp.uint8) for t in (0.25, 1.25, 2.5, 5.0))
@@ -257,12 +278,13 @@ def _scale_exponent(amax, largest):
     return (bits >> 23) - (bits_largest >> 23) + round_up
 
 
-def _pow2(e):
+def pow2(e):
     """2.0**e for int32 e in -126..127."""
     return lax.bitcast_convert_type((e + 127) << 23, jnp.float32)
 
 
-def _e8m0(e):
+def e8m0(e):
+    """The UE8M0 byte of 2.0**e."""
     return (e + 127).astype(jnp.uint8)
 
 
@@ -271,7 +293,8 @@ def _round_bf16(x):
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
-def _bf16(x):
+def bf16(x):
+    """x as bfloat16, every NaN the same."""
     return jnp.where(jnp.isnan(x), lax.bitcast_convert_type(jnp.uint16(BF16_NAN), jnp.bfloat16), x.astype(jnp.bfloat16))
 
 
@@ -284,15 +307,15 @@ def _from_fp8(values):
     return lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32)
 
 
-def _from_bf16(values):
-    return lax.bitcast_convert_type(_blocks(values, 2), jnp.bfloat16).astype(jnp.float32)
+def _as_bf16(values):
+    return lax.bitcast_convert_type(_blocks(values, 2), jnp.bfloat16)
 
 
 def _scaled(x, exponents):
     # ldexp in two exact steps: 2**-127 is below the normal range.
     blocks = _blocks(x, x.shape[-1] // exponents.shape[-1])
     half = exponents // 2
-    return (blocks * _pow2(half)[..., None] * _pow2(exponents - half)[..., None]).reshape(x.shape)
+    return (blocks * pow2(half)[..., None] * pow2(exponents - half)[..., None]).reshape(x.shape)
 
 
 def _bytes(x):

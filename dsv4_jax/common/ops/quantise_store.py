@@ -38,7 +38,7 @@ def _store_fp8_ds_mla(x, page, row, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.con
     channels = tl.arange(0, HEAD_DIM)
     values = page + row * VALUE_BYTES
     # The RoPE part is its own eighth block of 64: computed with the others, not stored.
-    scaled, exponents = scale_blocks(x, 64, 448.0, 1e-4, HEAD_DIM)
+    scaled, exponents = scale_blocks(round_bf16(x), 64, 448.0, 1e-4, HEAD_DIM)
     tl.store(values + channels, fp8_code(scaled), mask=channels < NOPE_DIM)
     rope = (values + NOPE_DIM).to(tl.pointer_type(tl.int16)) + (channels - NOPE_DIM)
     tl.store(rope, bf16_bits(x), mask=channels >= NOPE_DIM)
@@ -49,7 +49,7 @@ def _store_fp8_ds_mla(x, page, row, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.con
 
 @triton.jit
 def _store_indexer_fp8(x, page, row, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr):
-    scaled, exponents = scale_blocks(x, HEAD_DIM, 448.0, 1e-4, HEAD_DIM)
+    scaled, exponents = scale_blocks(round_bf16(x), HEAD_DIM, 448.0, 1e-4, HEAD_DIM)
     tl.store(page + row * HEAD_DIM + tl.arange(0, HEAD_DIM), fp8_code(scaled))
     scales = (page + KV_PAGE_ROWS * HEAD_DIM).to(tl.pointer_type(tl.int32))
     tl.store(scales + row + tl.arange(0, 1), (exponents + 127) << 23)
@@ -57,7 +57,7 @@ def _store_indexer_fp8(x, page, row, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.co
 
 @triton.jit
 def _store_indexer_mxfp4(x, page, row, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr):
-    scaled, exponents = scale_blocks(x, 32, 6.0, 7.052966104933725e-38, HEAD_DIM)  # 6 * 2**-126
+    scaled, exponents = scale_blocks(round_bf16(x), 32, 6.0, 7.052966104933725e-38, HEAD_DIM)  # 6 * 2**-126
     low, high = tl.split(tl.reshape(e2m1_code(scaled), (HEAD_DIM // 2, 2)))
     tl.store(page + row * (HEAD_DIM // 2) + tl.arange(0, HEAD_DIM // 2), (low | (high << 4)).to(tl.uint8))
     scales = page + KV_PAGE_ROWS * (HEAD_DIM // 2) + row * (HEAD_DIM // 32)
@@ -68,8 +68,8 @@ def _store_indexer_mxfp4(x, page, row, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.
 def scale_blocks(
     x, BLOCK: tl.constexpr, LARGEST: tl.constexpr, AMAX_MIN: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """x rounded to bfloat16 and divided by its block's power-of-two scale, and the scales' exponents."""
-    blocks = tl.reshape(x.to(tl.bfloat16).to(tl.float32), (HEAD_DIM // BLOCK, BLOCK))
+    """x `[HEAD_DIM]` divided by its block's power-of-two scale, and the scales' exponents `[HEAD_DIM // BLOCK]`."""
+    blocks = tl.reshape(x, (HEAD_DIM // BLOCK, BLOCK))
     # On the bits, so that NaN counts as infinity whatever the hardware's maximum does with it.
     bits = tl.max(blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     amax = tl.maximum(tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True), AMAX_MIN)
@@ -80,6 +80,12 @@ def scale_blocks(
     exponents = (bits >> 23) - LARGEST_EXPONENT + ((bits & 0x7FFFFF) > LARGEST_MANTISSA).to(tl.int32)
     inverse = ((127 - exponents) << 23).to(tl.float32, bitcast=True)
     return tl.reshape(blocks * inverse[:, None], (HEAD_DIM,)), exponents
+
+
+@triton.jit
+def round_bf16(x):
+    """x rounded to bfloat16, as float32."""
+    return x.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
