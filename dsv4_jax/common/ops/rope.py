@@ -16,13 +16,13 @@ def rope_factors(cos_sin, position, DIM: tl.constexpr, ROPE_DIM: tl.constexpr):
 
 
 @triton.jit
-def rotate(x, cos, sin, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, ROWS: tl.constexpr = 1):
-    """Rows of one position, x `[ROWS * DIM]` float32, with their pairs rotated; by -sin, the inverse.
+def rotate(x, cos, sin, DIM: tl.constexpr, ROPE_DIM: tl.constexpr):
+    """x float32, one row of DIM channels or several of one position, with its pairs rotated; by -sin, the inverse.
 
     Channels that do not rotate stay as they are.
     """
     rotates = (tl.arange(0, DIM // 2) >= (DIM - ROPE_DIM) // 2)[None, :]
-    even, odd = tl.split(tl.reshape(x, (ROWS, DIM // 2, 2)))
+    even, odd = tl.split(tl.reshape(x, (x.numel // DIM, DIM // 2, 2)))
     rotated_even = tl.where(rotates, even * cos[None, :] - odd * sin[None, :], even)
     rotated_odd = tl.where(rotates, odd * cos[None, :] + even * sin[None, :], odd)
-    return tl.reshape(tl.join(rotated_even, rotated_odd), (ROWS * DIM,))
+    return tl.reshape(tl.join(rotated_even, rotated_odd), x.shape)
