@@ -6,6 +6,8 @@ that they need from one another is the sum of squares for RMSNorm, which goes th
 either way one launch goes from scores to bytes. The CTAs after those of the windows save states.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 import jax
@@ -39,19 +41,39 @@ CARVEOUT = 10  # per cent of the L1 cache that are shared memory: the bias is re
 FEW_WINDOWS = 128  # so many long ones, or fewer, are faster with many registers a thread than with many threads
 
 
-def run(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, save):
-    """Launches one kernel; without `kv_score` every row of a window comes from the state cache.
+class Call(NamedTuple):
+    """A launch: the kernel and its key, its arrays and numbers by the names in `Arguments`, and what it updates."""
 
-    Args: those of `dsv4_jax.compress`, and save="none".
+    kernel: object
+    shape: Shape
+    arrays: dict
+    numbers: dict
+    updates: tuple[str, ...]
+
+
+def run(*args, config, save):
+    """Launches one kernel; the arguments are those of `plan`.
 
     Returns:
       The state cache and the cache.
+    """
+    call = plan(*args, config=config, save=save)
+    _, _, state_cache, kv_cache, *_ = args
+    results = dict(zip(call.updates, _launch(call), strict=True)) if call else {}
+    return results.get("state_cache", state_cache), results.get("kv_cache", kv_cache)
+
+
+def plan(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, save):
+    """What to launch, or None if there is nothing to do.
+
+    Args: those of `dsv4_jax.compress`, and save="none". Without `kv_score` every row of a window comes from the state
+      cache.
     """
     tokens = metadata.positions.shape[0]
     windows = metadata.closing.shape[0] if kv_cache.shape[0] and cos_sin.shape[0] else 0
     saved = {"all": tokens, "tail": metadata.saving.shape[0], "none": 0}[save] if state_cache.shape[0] else 0
     if windows + saved == 0:
-        return state_cache, kv_cache
+        return None
     arrays = {"state_cache": state_cache} if state_cache.shape[0] else {}
     if windows:
         arrays |= {"closing": metadata.closing, "window_slots": metadata.window_slots}
@@ -65,7 +87,7 @@ def run(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv
     elif saved:
         arrays |= {"positions": metadata.positions, "slot_mapping": metadata.slot_mapping}
     shape = _shape(config, windows, kv_cache, kv_score, norm_weight, save)
-    updates = [name for name, does in (("state_cache", saved), ("kv_cache", windows)) if does]
+    updates = tuple(name for name, does in (("state_cache", saved), ("kv_cache", windows)) if does)
     savers = -(-saved // _saved_by_cta(shape))
     numbers = {
         **_lengths(metadata, state_cache, kv_cache, cos_sin),
@@ -73,8 +95,7 @@ def run(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv
         "saved": saved,
         "blocks": (windows + -(-savers // CLUSTER)) * CLUSTER if _is_long(shape) else windows + savers,
     }
-    results = dict(zip(updates, _call(_kernel(shape), shape, arrays, numbers, updates), strict=True))
-    return results.get("state_cache", state_cache), results.get("kv_cache", kv_cache)
+    return Call(_kernel(shape), shape, arrays, numbers, updates)
 
 
 def fused_kv_compress_norm_rope_insert_sparse_attn_cutedsl(
@@ -113,7 +134,7 @@ def compress_kv_sparse_attn_cutedsl(state_cache, metadata, *, config):
         "windows": windows,
         "blocks": windows * CLUSTER if _is_long(shape) else windows,
     }
-    return _call(_kernel(shape), shape, arrays, numbers, [], compressed)[0]
+    return _launch(Call(_kernel(shape), shape, arrays, numbers, ()), compressed)[0]
 
 
 def norm_rope_insert_sparse_attn_cutedsl(
@@ -145,7 +166,7 @@ def norm_rope_insert_sparse_attn_cutedsl(
         arrays["kv_scale"] = _scale(kv_scale)
     numbers = _lengths(metadata, state_cache, kv_cache, cos_sin) | {"windows": windows, "blocks": windows}
     shape = _shape(config, windows, kv_cache, None, norm_weight)
-    return _call(_norm_rope_insert, shape, arrays, numbers, ["kv_cache"])[0]
+    return _launch(Call(_norm_rope_insert, shape, arrays, numbers, ("kv_cache",)))[0]
 
 
 def compress_norm_rope_store_cutedsl(state_cache, kv_cache, metadata, norm_weight, cos_sin, *, config, kv_scale=None):
@@ -158,15 +179,16 @@ def compress_norm_rope_store_cutedsl(state_cache, kv_cache, metadata, norm_weigh
     )  # fmt: skip
 
 
-def _call(kernel, shape, arrays, numbers, updates, out_type=None):
-    names = tuple(arrays)
-    aliases = {names.index(name): i for i, name in enumerate(updates)}
-    types = [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in updates]
+def _launch(call, out_type=None):
+    """The updated arrays and, if `out_type` is given, the compressed rows."""
+    names = tuple(call.arrays)
+    aliases = {names.index(name): i for i, name in enumerate(call.updates)}
+    types = [jax.ShapeDtypeStruct(call.arrays[name].shape, call.arrays[name].dtype) for name in call.updates]
     if out_type is not None:
         types.append(out_type)
         names = (*names, "compressed")
-    function = launch.Launch(kernel, shape, support.gpu_arch(), names, tuple(numbers.items()))
-    return bridge.raw_call(function, *arrays.values(), out_type=tuple(types), input_output_aliases=aliases)
+    function = launch.Launch(call.kernel, call.shape, support.gpu_arch(), names, tuple(call.numbers.items()))
+    return bridge.raw_call(function, *call.arrays.values(), out_type=tuple(types), input_output_aliases=aliases)
 
 
 def _require(config):
