@@ -9,6 +9,10 @@ import dsv4_jax
 def main(argv: list[str] | None = None) -> int:
     """Runs a subcommand; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:2] == ["bench", "bridge"]:
+        from dsv4_jax.bench.bridge import main as bench_bridge
+
+        return bench_bridge(argv[2:])
     if argv[:1] == ["bench"]:  # reads its own arguments
         from dsv4_jax.bench.run import main as bench
 
@@ -33,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     demo.add_argument("--tokens", type=_at_least(1), metavar="N", default=2048,
                       help="read at most N tokens, which are bytes (default %(default)s)")  # fmt: skip
     commands.add_parser("doctor", help="say what can run here and what is missing")
-    commands.add_parser("bench", help="time the ops")
+    commands.add_parser("bench", help="time the ops; `bench bridge`: what a call costs, by way of making it")
 
     options = vars(parser.parse_args(argv))
     if options.pop("command") == "doctor":

@@ -59,7 +59,7 @@ def run(*args, config, save):
     """
     call = plan(*args, config=config, save=save)
     _, _, state_cache, kv_cache, *_ = args
-    results = dict(zip(call.updates, _launch(call), strict=True)) if call else {}
+    results = dict(zip(call.updates, launched(call), strict=True)) if call else {}
     return results.get("state_cache", state_cache), results.get("kv_cache", kv_cache)
 
 
@@ -134,7 +134,7 @@ def compress_kv_sparse_attn_cutedsl(state_cache, metadata, *, config):
         "windows": windows,
         "blocks": windows * CLUSTER if _is_long(shape) else windows,
     }
-    return _launch(Call(_kernel(shape), shape, arrays, numbers, ()), compressed)[0]
+    return launched(Call(_kernel(shape), shape, arrays, numbers, ()), compressed)[0]
 
 
 def norm_rope_insert_sparse_attn_cutedsl(
@@ -166,7 +166,7 @@ def norm_rope_insert_sparse_attn_cutedsl(
         arrays["kv_scale"] = _scale(kv_scale)
     numbers = _lengths(metadata, state_cache, kv_cache, cos_sin) | {"windows": windows, "blocks": windows}
     shape = _shape(config, windows, kv_cache, None, norm_weight)
-    return _launch(Call(_norm_rope_insert, shape, arrays, numbers, ("kv_cache",)))[0]
+    return launched(Call(_norm_rope_insert, shape, arrays, numbers, ("kv_cache",)))[0]
 
 
 def compress_norm_rope_store_cutedsl(state_cache, kv_cache, metadata, norm_weight, cos_sin, *, config, kv_scale=None):
@@ -179,7 +179,7 @@ def compress_norm_rope_store_cutedsl(state_cache, kv_cache, metadata, norm_weigh
     )  # fmt: skip
 
 
-def _launch(call, out_type=None):
+def launched(call, out_type=None, *, command_buffer_compatible=True):
     """The updated arrays and, if `out_type` is given, the compressed rows."""
     names = tuple(call.arrays)
     aliases = {names.index(name): i for i, name in enumerate(call.updates)}
@@ -188,7 +188,13 @@ def _launch(call, out_type=None):
         types.append(out_type)
         names = (*names, "compressed")
     function = launch.Launch(call.kernel, call.shape, support.gpu_arch(), names, tuple(call.numbers.items()))
-    return bridge.raw_call(function, *call.arrays.values(), out_type=tuple(types), input_output_aliases=aliases)
+    return bridge.raw_call(
+        function,
+        *call.arrays.values(),
+        out_type=tuple(types),
+        input_output_aliases=aliases,
+        command_buffer_compatible=command_buffer_compatible,
+    )
 
 
 def _require(config):

@@ -18,6 +18,8 @@ def why_not(config) -> str | None:
             f"its kernels are made for head_dim {HEAD_DIM} (CSA, HCA), this compressor has {config.head_dim}; "
             "implementation='triton' serves it, and so does None"
         )
+    if config.state != "rows":
+        return "its kernels have no online state; implementation='triton' serves it, and so does None"
     n = config.window
     if n > LONGEST_WINDOW:
         return f"its kernels hold windows of up to {LONGEST_WINDOW} rows, this one has {n}; use implementation='triton'"
