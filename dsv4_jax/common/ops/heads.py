@@ -1,0 +1,52 @@
+"""Triton: a program for a few heads of one token, rotated at its position."""
+
+import triton
+import triton.language as tl
+
+from dsv4_jax.common.ops.rope import rope_factors, rotate
+
+CHANNELS = 4096  # of a program, 32 a thread: four loads of 16 bytes of bfloat16 in flight
+
+
+def tiles(x, cos_sin, positions) -> tuple[int, dict]:
+    """For x `[T, heads, dim]` the grid, and `num_warps`, `constants` and arguments of `rotated_heads`, for `launch`."""
+    tokens, heads, head_dim = x.shape
+    tile = min(CHANNELS // head_dim, triton.next_power_of_2(heads))
+    return tokens * triton.cdiv(heads, tile), {
+        "num_warps": max(1, tile * head_dim // 1024),
+        "constants": {"HEADS": heads, "TILE": tile, "HEAD_DIM": head_dim, "ROPE_DIM": cos_sin.shape[1]},
+        "positions": positions,
+        "cos_sin": cos_sin,
+        "table_rows": cos_sin.shape[0],
+    }
+
+
+@triton.jit
+def rotated_heads(
+    x, positions, cos_sin, table_rows,
+    HEADS: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
+    INVERSE: tl.constexpr = False,
+):  # fmt: skip
+    """This program's heads, `[TILE * HEAD_DIM]` float32, the first one's index over all tokens, and their number.
+
+    And whether the token's position is in the table; where it is not, the heads are rotated zeros: 0, -0 or NaN.
+    """
+    PARTS: tl.constexpr = (HEADS + TILE - 1) // TILE
+    token = (tl.program_id(0) // PARTS).to(tl.int64)
+    head = tl.program_id(0) % PARTS * TILE
+    first = token * HEADS + head
+    count = tl.minimum(HEADS - head, TILE)
+    position = tl.load(positions + token)
+    inside = (position >= 0) & (position < table_rows)
+    cos, sin = rope_factors(cos_sin, tl.where(inside, position, 0), HEAD_DIM, ROPE_DIM)
+    channel = tl.arange(0, TILE * HEAD_DIM)
+    rows = tl.load(x + first * HEAD_DIM + channel, mask=inside & (channel < count * HEAD_DIM), other=0.0)
+    rows = rotate(rows.to(tl.float32), cos, -sin if INVERSE else sin, HEAD_DIM, ROPE_DIM)
+    return rows, first, count, inside
+
+
+@triton.jit
+def store_heads(at, values, first, count, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """Stores WIDTH values for each of this program's heads, `[TILE * WIDTH]`, in an array of WIDTH for each head."""
+    index = tl.arange(0, TILE * WIDTH)
+    tl.store(at + first * WIDTH + index, values, mask=index < count * WIDTH)
