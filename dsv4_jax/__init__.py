@@ -4,11 +4,14 @@ from typing import TYPE_CHECKING
 
 from dsv4_jax.cache import CACHE_FORMATS, CacheFormat
 from dsv4_jax.checkpoint import load_compressors
+from dsv4_jax.common.reference.combine_topk_swa_indices import combine_topk_swa_indices
 from dsv4_jax.common.reference.compress import compress
 from dsv4_jax.common.reference.compress_norm_rope_store import (
     compress_norm_rope_store,
     compress_norm_rope_store_triton,
 )
+from dsv4_jax.common.reference.compute_global_topk_indices_and_lens import compute_global_topk_indices_and_lens
+from dsv4_jax.common.reference.prepare_megamoe_inputs import prepare_megamoe_inputs
 from dsv4_jax.common.reference.save_partial_states import save_partial_states
 from dsv4_jax.config import CompressorConfig
 from dsv4_jax.metadata import CompressorMetadata
@@ -26,10 +29,13 @@ __all__ = [
     "CompressorMetadata",
     "DeepseekCompressor",
     "Yarn",
+    "combine_topk_swa_indices",
     "compress",
     "compress_norm_rope_store",
     "compress_norm_rope_store_triton",
+    "compute_global_topk_indices_and_lens",
     "load_compressors",
+    "prepare_megamoe_inputs",
     "save_partial_states",
 ]
 

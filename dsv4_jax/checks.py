@@ -47,10 +47,20 @@ def instance(name: str, value, kind: type) -> None:
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a {kind.__name__}")
 
 
-def at_least(name: str, value, least: int) -> None:
-    """Raises unless `value` is an integer of at least `least` that fits int32."""
+def at_least(name: str, value, least: int) -> int:
+    """Returns `value` as an int; raises unless it is an integer of at least `least` that fits int32."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or not least <= value < 2**31:
         raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}, and below 2**31")
+    return int(value)
+
+
+def positive(name: str, value) -> float:
+    """Returns a static number, above 0 in float32, as a float."""
+    if not isinstance(value, int | float | np.number) or isinstance(value, bool):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be a number, known while tracing")
+    if not 2.0**-126 <= value < 2.0**127:
+        raise ValueError(f"{name} is {value!r}; it must be above 0, finite, and of float32's range")
+    return float(value)
 
 
 def one_of(name: str, value, choices: tuple) -> None:
