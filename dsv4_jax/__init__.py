@@ -19,6 +19,12 @@ from dsv4_jax.rope import Yarn
 
 if TYPE_CHECKING:
     from dsv4_jax.compressor import DeepseekCompressor
+    from dsv4_jax.nvidia.named import (
+        compress_kv_sparse_attn_cutedsl,
+        compress_norm_rope_store_cutedsl,
+        fused_kv_compress_norm_rope_insert_sparse_attn_cutedsl,
+        norm_rope_insert_sparse_attn_cutedsl,
+    )
 
 __version__ = "0.1.0"
 
@@ -31,19 +37,27 @@ __all__ = [
     "Yarn",
     "combine_topk_swa_indices",
     "compress",
+    "compress_kv_sparse_attn_cutedsl",
     "compress_norm_rope_store",
+    "compress_norm_rope_store_cutedsl",
     "compress_norm_rope_store_triton",
     "compute_global_topk_indices_and_lens",
+    "fused_kv_compress_norm_rope_insert_sparse_attn_cutedsl",
     "load_compressors",
+    "norm_rope_insert_sparse_attn_cutedsl",
     "prepare_megamoe_inputs",
     "save_partial_states",
 ]
 
 
 def __getattr__(name: str):
-    # Here on first use, since it needs flax.
+    # These on first use: the one needs flax, the others are for NVIDIA GPUs.
     if name == "DeepseekCompressor":
         from dsv4_jax.compressor import DeepseekCompressor
 
         return DeepseekCompressor
+    if name in __all__:
+        from dsv4_jax.nvidia import named
+
+        return getattr(named, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

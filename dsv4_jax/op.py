@@ -76,8 +76,9 @@ class Op:
         return [*updated, *(_like(flat[0], struct, varying) for struct in new)]
 
     def _lower(self, platform, ctx, *flat, tree, implementation, params):
-        name = implementation or platforms.choose(self.name, platform)
-        if why := platforms.why_not(name, self.name, platform, dict(params).get("config")):
+        config = dict(params).get("config")
+        name = implementation or platforms.choose(self.name, platform, config, ctx.avals_in[0] if flat else None)
+        if why := platforms.why_not(name, self.name, platform, config):
             raise NotImplementedError(f"{self.name}(implementation={name!r}) cannot run on {platform}: {why}")
         implement: Callable = importlib.import_module(platforms.MODULES[name].format(op=self.name)).implement
 

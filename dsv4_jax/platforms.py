@@ -5,7 +5,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from dsv4_jax.config import CompressorConfig
@@ -27,6 +27,23 @@ KNOWN_BAD = (
 )
 
 
+class Faster(NamedTuple):
+    """Where CuTeDSL is taken: an op of one compressor, of one GPU and dtype of `kv_score`, from so many tokens on."""
+
+    op: str
+    compute_capability: str
+    layout: tuple  # compress_ratio, overlap
+    dtype: str
+    tokens: int
+
+
+# Measured in docs/measurements/h200_triton_cutedsl.json: CSA takes 17.2 us by CuTeDSL and 20.3 by Triton at 8192
+# tokens, 121 and 133 at 65536; below, and for HCA from 8192 on, Triton is as fast or faster. But where XLA does not
+# capture the call in a command buffer, CuTeDSL's launch takes tens of microseconds of Python: so only from where the
+# GPU works on it for longer than that.
+CUTEDSL_FASTER = (Faster("compress", "9.0", (4, True), "float32", 16384),)
+
+
 def default_implementation() -> str | None:
     """The implementation that `DSV4_JAX_IMPLEMENTATION` names, or None: the switch chooses."""
     name = os.environ.get("DSV4_JAX_IMPLEMENTATION") or None
@@ -35,11 +52,38 @@ def default_implementation() -> str | None:
     return name
 
 
-def choose(op: str, platform: str) -> str:
-    """The implementation that the switch takes for an op on a platform ("cpu", "cuda", "rocm", "tpu")."""
-    if platform in ("cuda", "rocm") and why_not("triton", op, platform) is None:
-        return "triton"
-    return "xla"
+def choose(op: str, platform: str, config: "CompressorConfig | None" = None, batch=None) -> str:
+    """The implementation that the switch takes.
+
+    Args:
+      op: its name.
+      platform: "cpu", "cuda", "rocm" or "tpu".
+      config: the compressor, if the op has one.
+      batch: the op's first array, `[T, ...]`, or its type. Without these two, what is taken for small batches.
+    """
+    if platform not in ("cuda", "rocm"):
+        return "xla"
+    if config is not None and batch is not None and _cutedsl_is_faster(op, platform, config, batch):
+        return "cutedsl"
+    return "triton" if why_not("triton", op, platform) is None else "xla"
+
+
+def _cutedsl_is_faster(op, platform, config, batch):
+    case = op, (config.compress_ratio, config.overlap), batch.dtype.name
+    measured = [f for f in CUTEDSL_FASTER if (f.op, f.layout, f.dtype) == case and batch.shape[0] >= f.tokens]
+    if not measured or why_not("cutedsl", op, platform, config) is not None:
+        return False
+    return _compute_capability() in [f.compute_capability for f in measured]
+
+
+def _compute_capability():
+    """Of the first NVIDIA GPU, as "9.0"; None if there is none, as when a program is lowered for another machine."""
+    import jax
+
+    try:
+        return jax.local_devices(backend="cuda")[0].compute_capability
+    except RuntimeError:
+        return None
 
 
 def why_not(implementation: str, op: str, platform: str, config: "CompressorConfig | None" = None) -> str | None:
@@ -83,9 +127,12 @@ def _why_no_triton(platform):
 
 def _why_no_cutedsl(platform, config):
     if platform != "cuda":
-        return f"CuTeDSL kernels run on NVIDIA GPUs only, not on {platform}; use implementation=None"
+        return (
+            f"CuTeDSL kernels run on NVIDIA GPUs only, not on {platform}; compress and compress_norm_rope_store with "
+            "implementation=None run there"
+        )
     if not installed("nvidia-cutlass-dsl"):
-        return "nvidia-cutlass-dsl is not installed; install dsv4-jax[cuda13]"
+        return "nvidia-cutlass-dsl is not installed; install dsv4-jax[cuda13], or use implementation='triton'"
     if config is not None:
         from dsv4_jax.nvidia.ops import support
 

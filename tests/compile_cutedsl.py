@@ -71,8 +71,8 @@ def trace(config, fmt, dtype, norm_dtype, save, tokens):
     norm, cos_sin = jnp.ones(config.head_dim, norm_dtype), jnp.zeros((tokens, config.rope_head_dim))
     scale = jnp.float32(1) if config.format.needs_scale else None
     if fmt == "two launches":
-        rows = kernels.compress_kv_sparse_attn_cutedsl(states, metadata, config=config)
-        return kernels.norm_rope_insert_sparse_attn_cutedsl(rows, states, cache, metadata, norm, cos_sin, config=config)
+        rows = kernels.compress_kv(states, metadata, config=config)
+        return kernels.norm_rope_insert(rows, states, cache, metadata, norm, cos_sin, scale, config=config)
     args = states, cache, metadata, norm, cos_sin, scale
     if dtype is None:
         return compress_norm_rope_store.implement(*args, config=config, platform="cuda")

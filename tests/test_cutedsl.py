@@ -17,7 +17,7 @@ import pytest
 from batches import random_batch
 
 import dsv4_jax
-from dsv4_jax import CompressorConfig, CompressorMetadata
+from dsv4_jax import CompressorConfig, CompressorMetadata, platforms
 from dsv4_jax.nvidia.ops import compress, support
 
 ROOT = Path(__file__).parent.parent
@@ -166,6 +166,100 @@ def test_not_on_the_cpu(call):
         call(*arguments, implementation="cutedsl")
 
 
+NAMED = [
+    "compress_kv_sparse_attn_cutedsl",
+    "compress_norm_rope_store_cutedsl",
+    "fused_kv_compress_norm_rope_insert_sparse_attn_cutedsl",
+    "norm_rope_insert_sparse_attn_cutedsl",
+]
+
+
+def named_arguments(name, config):
+    """Arguments of a named kernel, shapes alone."""
+
+    def make():
+        metadata = CompressorMetadata.build(
+            config, jnp.array([0, 256]), jnp.array([256]), jnp.zeros((1, 64), jnp.int32), jnp.zeros((1, 8), jnp.int32),
+            num_tokens=256,
+        )  # fmt: skip
+        state = jnp.zeros((64, config.page_rows, 2 * config.width))
+        if name == "compress_kv_sparse_attn_cutedsl":
+            return state, metadata
+        cache = config.format.allocate(8, config.kv_page_rows)
+        rest = state, cache, metadata, jnp.ones(config.head_dim), jnp.zeros((256, 64))
+        rows = jnp.zeros((metadata.closing.shape[0], config.head_dim))
+        return (rows, *rest) if name == "norm_rope_insert_sparse_attn_cutedsl" else rest
+
+    return jax.eval_shape(make)
+
+
+def lower_named(name, config, platform):
+    function = functools.partial(getattr(dsv4_jax, name), config=config)
+    return jax.jit(function).trace(*named_arguments(name, config)).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("kind", ["csa", "hca"])
+def test_named_kernels_are_one_launch(name, kind, fresh):
+    text = lower_named(name, ops.make_config(kind, "fp8_ds_mla"), "cuda")
+    assert text.count("gpu_callback_cmd_buffer") == 1
+    kernel = {"csa": "_short_windows", "hca": "_long_windows"}[kind]
+    if name == "norm_rope_insert_sparse_attn_cutedsl":
+        kernel = "_norm_rope_insert"
+    assert [key[0] for key in fresh] == [kernel]
+    assert fresh[0][1].format == ("compressed" if name == "compress_kv_sparse_attn_cutedsl" else "fp8_ds_mla")
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_kernels_say_what_is_missing(name, monkeypatch):
+    csa = CompressorConfig.csa()
+    for platform in ("cpu", "rocm", "tpu"):
+        with pytest.raises(NotImplementedError, match=f"NVIDIA GPUs only, not on {platform}; .*implementation=None"):
+            lower_named(name, csa, platform)
+    with pytest.raises(NotImplementedError, match=r"made for head_dim 512.*has 128.*'triton'"):
+        lower_named(name, CompressorConfig.indexer(), "cuda")
+    monkeypatch.setattr(platforms, "installed", lambda package: None)
+    with pytest.raises(NotImplementedError, match=r"nvidia-cutlass-dsl is not installed; install .*'triton'"):
+        lower_named(name, csa, "cuda")
+
+
+def test_named_kernels_check_their_arguments():
+    config = ops.make_config("csa", "fp8_ds_mla")
+    rows, state, cache, metadata, *rest = named_arguments("norm_rope_insert_sparse_attn_cutedsl", config)
+
+    def compress_kv(*args, config=config):
+        return jax.eval_shape(functools.partial(dsv4_jax.compress_kv_sparse_attn_cutedsl, config=config), *args)
+
+    def insert(rows, **options):
+        call = functools.partial(dsv4_jax.norm_rope_insert_sparse_attn_cutedsl, config=config, **options)
+        return jax.eval_shape(call, rows, state, cache, metadata, *rest)
+
+    assert compress_kv(state, metadata) == rows and insert(rows) == cache
+    wrong = jax.ShapeDtypeStruct((len(rows) + 1, 512), jnp.float32)
+    with pytest.raises(ValueError, match=rf"compressed has shape \[{len(rows) + 1}, 512\]; it must be"):
+        insert(wrong)
+    with pytest.raises(TypeError, match="compressed has dtype bfloat16; it must be float32"):
+        insert(jax.ShapeDtypeStruct(rows.shape, jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"kv_scale is 2\.0; for the cache format fp8_ds_mla it must be None"):
+        insert(rows, kv_scale=2.0)
+    with pytest.raises(ValueError, match="state_cache has shape"):
+        compress_kv(jax.ShapeDtypeStruct((64, 4, 512), jnp.float32), metadata)
+    with pytest.raises(TypeError, match="config is a str"):
+        compress_kv(state, metadata, config="csa")
+    with pytest.raises(ValueError, match="metadata was built for the layout"):
+        compress_kv(state, metadata, config=ops.make_config("hca", "fp8_ds_mla"))
+
+
+def test_public_names_import_neither_cutlass_nor_torch():
+    script = (
+        "import sys, dsv4_jax\n"
+        f"for name in {NAMED}: assert getattr(dsv4_jax, name).__doc__ and name in dsv4_jax.__all__\n"
+        "assert not {'torch', 'cutlass', 'triton', 'flax'} & set(sys.modules)"
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+
+
 # On a GPU.
 
 FORMATS = [
@@ -287,17 +381,15 @@ def test_in_place(kind, fmt, loop):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["csa", "hca"])
 def test_two_launches_are_one(kind):
-    from dsv4_jax.nvidia.ops import sparse_attn_compress_cutedsl as kernels
-
     batch = gpu_batch(kind, "fp8_ds_mla", 4, 3, {"holes": True})
     config = batch.config
 
     @jax.jit
     def both(state, cache, meta, norm_weight, cos_sin):
-        rows = kernels.compress_kv_sparse_attn_cutedsl(state, meta, config=config)
+        rows = dsv4_jax.compress_kv_sparse_attn_cutedsl(state, meta, config=config)
         rest = cache, meta, norm_weight, cos_sin
-        one = kernels.fused_kv_compress_norm_rope_insert_sparse_attn_cutedsl(state, *rest, config=config)
-        return one, kernels.norm_rope_insert_sparse_attn_cutedsl(rows, state, *rest, config=config)
+        one = dsv4_jax.fused_kv_compress_norm_rope_insert_sparse_attn_cutedsl(state, *rest, config=config)
+        return one, dsv4_jax.norm_rope_insert_sparse_attn_cutedsl(rows, state, *rest, config=config)
 
     state = ops.saved(batch)
     rest = batch.cache, ops.metadata(batch), batch.norm_weight, batch.cos_sin

@@ -5,9 +5,4 @@ from dsv4_jax.nvidia.ops import support
 
 def implement(*args, config, save, platform):
     """See `dsv4_jax.compress`; raises NotImplementedError that says why the kernels cannot run and what can."""
-    if why := support.why_not(config):
-        raise NotImplementedError(f"implementation='cutedsl': {why}")
-    support.require_libraries()
-    from dsv4_jax.nvidia.ops import sparse_attn_compress_cutedsl
-
-    return sparse_attn_compress_cutedsl.run(*args, config=config, save=save)
+    return support.kernels(config).run(*args, config=config, save=save)

@@ -98,27 +98,8 @@ def plan(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, k
     return Call(_kernel(shape), shape, arrays, numbers, updates)
 
 
-def fused_kv_compress_norm_rope_insert_sparse_attn_cutedsl(
-    state_cache, kv_cache, metadata, norm_weight, cos_sin, *, config, kv_scale=None
-):
-    """`dsv4_jax.compress_norm_rope_store` in one launch, for the windows of CSA and of HCA alike."""
-    _require(config)
-    args = None, None, state_cache, kv_cache, metadata, norm_weight, cos_sin, _scale(kv_scale)
-    return run(*args, config=config, save="none")[1]
-
-
-def compress_kv_sparse_attn_cutedsl(state_cache, metadata, *, config):
-    """The first of two launches: the softmax-sum over each closing window, before RMSNorm.
-
-    Args:
-      state_cache: `[pages, page_rows, 2W]` float32.
-      metadata: this step's `CompressorMetadata`.
-      config: the compressor.
-
-    Returns:
-      `[N, D]` float32, a row for each entry of `metadata.closing`; rows of entries that name no window are undefined.
-    """
-    _require(config)
+def compress_kv(state_cache, metadata, *, config):
+    """See `dsv4_jax.compress_kv_sparse_attn_cutedsl`."""
     windows = metadata.closing.shape[0]
     compressed = jax.ShapeDtypeStruct((windows, config.head_dim), jnp.float32)
     if windows == 0 or state_cache.shape[0] == 0:
@@ -137,20 +118,8 @@ def compress_kv_sparse_attn_cutedsl(state_cache, metadata, *, config):
     return launched(Call(_kernel(shape), shape, arrays, numbers, ()), compressed)[0]
 
 
-def norm_rope_insert_sparse_attn_cutedsl(
-    compressed, state_cache, kv_cache, metadata, norm_weight, cos_sin, *, config, kv_scale=None
-):
-    """The second of two launches: RMSNorm, RoPE, quantise, store.
-
-    Args:
-      compressed: as `compress_kv_sparse_attn_cutedsl` returns it.
-      state_cache: what it was made from; only its number of pages counts.
-      kv_cache, metadata, norm_weight, cos_sin, config, kv_scale: as of `dsv4_jax.compress_norm_rope_store`.
-
-    Returns:
-      The cache.
-    """
-    _require(config)
+def norm_rope_insert(compressed, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config):
+    """See `dsv4_jax.norm_rope_insert_sparse_attn_cutedsl`."""
     if not (metadata.closing.shape[0] and kv_cache.shape[0] and cos_sin.shape[0]):
         return kv_cache
     windows = metadata.closing.shape[0]
@@ -163,20 +132,10 @@ def norm_rope_insert_sparse_attn_cutedsl(
         "cos_sin": cos_sin,
     }
     if kv_scale is not None:
-        arrays["kv_scale"] = _scale(kv_scale)
+        arrays["kv_scale"] = kv_scale
     numbers = _lengths(metadata, state_cache, kv_cache, cos_sin) | {"windows": windows, "blocks": windows}
     shape = _shape(config, windows, kv_cache, None, norm_weight)
     return launched(Call(_norm_rope_insert, shape, arrays, numbers, ("kv_cache",)))[0]
-
-
-def compress_norm_rope_store_cutedsl(state_cache, kv_cache, metadata, norm_weight, cos_sin, *, config, kv_scale=None):
-    """`dsv4_jax.compress_norm_rope_store(implementation="cutedsl")`; the kernel goes by the window's length."""
-    from dsv4_jax.common.reference.compress_norm_rope_store import compress_norm_rope_store
-
-    return compress_norm_rope_store(
-        state_cache, kv_cache, metadata, norm_weight, cos_sin, config=config, kv_scale=kv_scale,
-        implementation="cutedsl",
-    )  # fmt: skip
 
 
 def launched(call, out_type=None, *, command_buffer_compatible=True):
@@ -195,15 +154,6 @@ def launched(call, out_type=None, *, command_buffer_compatible=True):
         input_output_aliases=aliases,
         command_buffer_compatible=command_buffer_compatible,
     )
-
-
-def _require(config):
-    if why := support.why_not(config):
-        raise NotImplementedError(f"implementation='cutedsl': {why}")
-
-
-def _scale(kv_scale):
-    return jnp.float32(kv_scale) if isinstance(kv_scale, int | float) else kv_scale
 
 
 def _shape(config, windows, kv_cache=None, kv_score=None, norm_weight=None, save="none"):

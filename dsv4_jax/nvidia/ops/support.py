@@ -59,6 +59,16 @@ def require_libraries() -> None:
         ) from error
 
 
+def kernels(config):
+    """The kernels' module; raises NotImplementedError that says why it cannot serve a compressor here and what can."""
+    if why := why_not(config):
+        raise NotImplementedError(f"implementation='cutedsl': {why}")
+    require_libraries()
+    from dsv4_jax.nvidia.ops import sparse_attn_compress_cutedsl
+
+    return sparse_attn_compress_cutedsl
+
+
 def installed() -> str:
     """The installed packages of cutlass-dsl and their versions."""
     found = []

@@ -1,0 +1,8 @@
+"""The first of the two launches, see `sparse_attn_compress_cutedsl`."""
+
+from dsv4_jax.nvidia.ops import support
+
+
+def implement(state_cache, metadata, *, config, platform):
+    """See `dsv4_jax.compress_kv_sparse_attn_cutedsl`."""
+    return (support.kernels(config).compress_kv(state_cache, metadata, config=config),)
