@@ -13,9 +13,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dsv4_jax import CompressorConfig, CompressorMetadata
-from dsv4_jax.common.ops import compress, compress_norm_rope_store, launch, save_partial_states
+from dsv4_jax.common.ops import (
+    combine_topk_swa_indices,
+    compress,
+    compress_norm_rope_store,
+    compute_global_topk_indices_and_lens,
+    launch,
+    prepare_megamoe_inputs,
+    save_partial_states,
+)
 
-TYPES = {"float32": "fp32", "bfloat16": "bf16", "int32": "i32", "uint8": "u8", "float8_e4m3fn": "fp8e4nv"}
+TYPES = {"float32": "fp32", "bfloat16": "bf16", "int32": "i32", "uint8": "u8", "float8_e4m3fn": "fp8e4nv", "bool": "i1"}
 BINARY = {"cuda": "cubin", "hip": "hsaco"}
 
 
@@ -53,6 +61,8 @@ def compile_launches(target: GPUTarget) -> dict:
         for dtype, save in itertools.product((jnp.float32, jnp.bfloat16), ("tail", "all") if first else ("tail",)):
             jax.eval_shape(lambda c=config, d=dtype, s=save: _run(c, d, s))
     jax.eval_shape(_save_other_widths)
+    jax.eval_shape(_topk_indices)
+    jax.eval_shape(_megamoe)
     return compiled
 
 
@@ -85,6 +95,22 @@ def _save_other_widths():
         arrays = jnp.zeros((4, width)), jnp.zeros((4, width)), jnp.zeros((4, width)), jnp.zeros(4, jnp.int32)
         rest = jnp.zeros((2, 4, 2 * width)), jnp.zeros(4, jnp.int32)
         save_partial_states.implement(*arrays, *rest, platform="cuda")
+
+
+def _topk_indices():
+    i32 = lambda *shape: jnp.zeros(shape, jnp.int32)
+    for topk in (3, 512, 2048):
+        arrays = i32(9, topk), i32(9), i32(2, 5), jnp.zeros(9, bool)
+        compute_global_topk_indices_and_lens.implement(*arrays, page_rows=64, platform="cuda")
+        options = {"window_size": 128, "compress_ratio": 4, "M": 100, "N": 60, "platform": "cuda"}
+        for used in (0, topk):
+            combine_topk_swa_indices.implement(i32(9, topk), i32(3), i32(2), i32(2), topk=used, **options)
+
+
+def _megamoe():
+    for padding in (None, jnp.zeros(9, bool)):
+        hidden, weights, ids = jnp.zeros((9, 4096), jnp.bfloat16), jnp.zeros((9, 6)), jnp.zeros((9, 6), jnp.int32)
+        prepare_megamoe_inputs.implement(hidden, weights, ids, padding, platform="cuda")
 
 
 if __name__ == "__main__":
