@@ -294,6 +294,17 @@ def test_int64(implementation):
         same((got[0][:, :4], got[1]), ([[1, 8, -1, -1], [2, -1, 8, 9]], [2, 4]))
 
 
+def test_programs_in_the_docs(capsys):
+    """They print what their comments say."""
+    text = (pathlib.Path(__file__).parents[1] / "docs" / "ops.md").read_text()
+    programs = [p for p in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if re.search("topk_indices_|swa_", p)]
+    assert len(programs) == 2
+    for program in programs:
+        said = re.findall(r"^print\(.*\)  # (.*)$", program, re.MULTILINE)
+        exec(program, {})
+        assert said and capsys.readouterr().out.splitlines() == said
+
+
 def ids(*shape):
     return jnp.zeros(shape, jnp.int32)
 
