@@ -69,7 +69,7 @@ class DeepseekCompressor(nnx.Module):
         """
         c = self.config
         checks.at_least("state_pages", state_pages, 0)
-        state_cache = jnp.zeros((state_pages, c.page_rows, 2 * c.width), jnp.float32)
+        state_cache = jnp.zeros((state_pages, c.page_rows, c.state_width), jnp.float32)
         return state_cache, c.format.allocate(kv_pages, c.kv_page_rows)
 
     def __call__(
@@ -89,8 +89,8 @@ class DeepseekCompressor(nnx.Module):
 
         Args:
           hidden: `[T, hidden_size]` float32 or bfloat16.
-          caches: `(state_cache, kv_cache)`, `[pages, page_rows, 2W]` float32 and a cache of `config.format`; updated in
-            place when donated.
+          caches: `(state_cache, kv_cache)`, `[pages, page_rows, config.state_width]` float32 and a cache of
+            `config.format`; updated in place when donated.
           metadata: this step's `CompressorMetadata`; in a cache that several layers share, its `at_layer`.
           cos_sin: `[P, 64]` float32, `config.rope.table(P)`; pass it to `jit` as an argument, or it becomes a constant
             of the compiled program.

@@ -23,11 +23,13 @@ class CompressorConfig:
       head_dim: D, channels of the key.
       overlap: whether a window also spans the m tokens before its own (then n = 2m, and a state half is 2D wide).
       cache_format: name of the `CacheFormat` that keys are stored in.
-      page_rows: rows (tokens) of a state page.
+      page_rows: rows of a state page; a row holds a token, or the online state after a token.
       kv_page_rows: rows (keys) of a cache page.
       rope_head_dim: the trailing channels that RoPE rotates.
       eps: epsilon of the RMSNorm.
       rope: frequencies of the RoPE.
+      state: what is kept of an open window: "rows", kv and biased score of each token, or "online", their running
+        maximum, sum and weighted sum; for windows that do not overlap.
     """
 
     compress_ratio: int
@@ -39,6 +41,7 @@ class CompressorConfig:
     rope_head_dim: int = 64
     eps: float = 1e-6
     rope: Yarn = dataclasses.field(default_factory=Yarn)
+    state: str = "rows"
 
     def __post_init__(self):
         m = self.compress_ratio
@@ -58,6 +61,10 @@ class CompressorConfig:
             raise ValueError(f"rope_head_dim is {self.rope_head_dim!r}; the cache formats are laid out for 64")
         if not self.eps > 0:
             raise ValueError(f"eps is {self.eps!r}; it must be positive")
+        if self.state not in ("rows", "online"):
+            raise ValueError(f"state is {self.state!r}; it must be 'rows' or 'online'")
+        if self.state == "online" and self.overlap:
+            raise ValueError("state is 'online'; with overlap it must be 'rows', since a token is in two windows")
 
     @classmethod
     def csa(cls, cache_format: str = "fp8_ds_mla", *, page_rows: int = 4, kv_page_rows: int = 64) -> "CompressorConfig":
@@ -65,9 +72,18 @@ class CompressorConfig:
         return cls(4, 512, True, cache_format, page_rows, kv_page_rows)
 
     @classmethod
-    def hca(cls, cache_format: str = "fp8_ds_mla", *, page_rows: int = 8, kv_page_rows: int = 2) -> "CompressorConfig":
-        """Heavily compressed attention: every 128 tokens one key of 512."""
-        return cls(128, 512, False, cache_format, page_rows, kv_page_rows)
+    def hca(
+        cls,
+        cache_format: str = "fp8_ds_mla",
+        *,
+        page_rows: int | None = None,
+        kv_page_rows: int = 2,
+        state: str = "rows",
+    ) -> "CompressorConfig":
+        """Heavily compressed attention: every 128 tokens one key of 512. page_rows: 8, of the online state 1."""
+        if page_rows is None:
+            page_rows = 1 if state == "online" else 8
+        return cls(128, 512, False, cache_format, page_rows, kv_page_rows, state=state)
 
     @classmethod
     def indexer(
@@ -127,9 +143,9 @@ class CompressorConfig:
         return CACHE_FORMATS[self.cache_format]
 
     @property
-    def layout(self) -> tuple[int, bool, int, int]:
-        """What slots and plans depend on: ratio, overlap, rows of a state page, rows of a cache page."""
-        return self.compress_ratio, self.overlap, self.page_rows, self.kv_page_rows
+    def layout(self) -> tuple[int, bool, int, int, str]:
+        """What slots and plans depend on: ratio, overlap, rows of a state page, rows of a cache page, kind of state."""
+        return self.compress_ratio, self.overlap, self.page_rows, self.kv_page_rows, self.state
 
     @property
     def window(self) -> int:
@@ -138,8 +154,13 @@ class CompressorConfig:
 
     @property
     def width(self) -> int:
-        """W, channels of one half (kv or score) of a state row."""
+        """W, channels of kv, and of score, of a token."""
         return self.head_dim * (2 if self.overlap else 1)
+
+    @property
+    def state_width(self) -> int:
+        """Channels of a row of the state cache: 2W (kv, score), or 3W of the online state (maximum, sum, weighted)."""
+        return self.width * (3 if self.state == "online" else 2)
 
 
 _SLIDING, _CSA, _HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

@@ -26,13 +26,18 @@ class CompressorMetadata:
       token_to_req: `[T]`, request of each token.
       query_start_loc: `[R + 1]`, first batch row of each request.
       slot_mapping: `[T]`, state slot of each token: `page * page_rows + row`.
-      block_table: `[R, B]`, state page that holds positions `[b * page_rows, (b + 1) * page_rows)`.
+      block_table: `[R, B]`, state page that holds positions `[b * page_rows, (b + 1) * page_rows)`; with the online
+        state `[R, 1]`, the request's one page, whose row `p % page_rows` holds the state after position p.
       kv_slot_mapping: `[T]`, cache slot of the key that a token closes.
       closing: `[N, 4]`, the plan of the windows that close, compact, padded with -1: batch row and position of the
         closing token, cache slot of the key, and how many of the window's last rows are in this batch.
-      window_slots: `[N, n]`, the state slots of each window's rows, oldest first, -1 where there is none.
-      saving: `[S, 3]`, the plan of what `save="tail"` writes, compact, padded with -1: batch row, position, state slot.
+      window_slots: `[N, n]`, the state slots of each window's rows, oldest first, -1 where there is none; with the
+        online state `[N, 1]`, slot of the state before the window's first row in the batch, -1 where it begins there.
+      saving: `[S, 3]`, the plan of what `save="tail"` writes, compact, padded with -1: batch row, position, state slot;
+        with the online state `[S, 4]`, last how many rows of the window, up to this one, are in the batch.
       layout: `CompressorConfig.layout` of the compressor that this was built for; static.
+      runs: with the online state `[R, 4]`, the tokens of each request: first batch row, how many, position of the
+        first, slot of the state before it, -1 where there is none. None with the state in rows.
     """
 
     positions: jax.Array
@@ -44,7 +49,8 @@ class CompressorMetadata:
     closing: jax.Array
     window_slots: jax.Array
     saving: jax.Array
-    layout: tuple[int, bool, int, int] = dataclasses.field(metadata={"static": True})
+    layout: tuple[int, bool, int, int, str] = dataclasses.field(metadata={"static": True})
+    runs: jax.Array | None = None
 
     @classmethod
     def build(
@@ -65,20 +71,21 @@ class CompressorMetadata:
           query_start_loc: `[R + 1]` int32, first batch row of each request; rows past the last entry are padding.
           seq_lens: `[R]` int32, tokens of each request so far, this step's included.
           block_table: `[R, B]` int32, state pages of each request, by `position // page_rows`; negative where there is
-            none (never allocated, or given back once the window had passed).
+            none (never allocated, or given back once the window had passed). With the online state `[R, 1]`, the one
+            page of each request.
           kv_block_table: `[R, K]` int32, cache pages of each request, by `position // compress_ratio // kv_page_rows`.
           num_tokens: T, the batch's length, padding included.
           rollback: with `save="tail"`, also keep what is needed when up to this many last tokens are taken back
-            (speculative decoding).
+            (speculative decoding). The online state always keeps `page_rows - 1`, and this must not be more.
         """
         checks.instance("config", config, CompressorConfig)
         requests = checks.integers("seq_lens", seq_lens, ("R",)).shape[0]
         query_start_loc = checks.integers("query_start_loc", query_start_loc, (requests + 1,))
         seq_lens = checks.integers("seq_lens", seq_lens, (requests,))
-        block_table = checks.integers("block_table", block_table, (requests, "B"))
+        block_table = checks.integers("block_table", block_table, (requests, _columns(config)))
         kv_block_table = checks.integers("kv_block_table", kv_block_table, (requests, "K"))
         checks.at_least("num_tokens", num_tokens, 0)
-        checks.at_least("rollback", rollback, 0)
+        _check_rollback(config, rollback)
         return _build(config, query_start_loc, seq_lens, block_table, kv_block_table, num_tokens, rollback)
 
     @classmethod
@@ -96,6 +103,8 @@ class CompressorMetadata:
     ) -> "CompressorMetadata":
         """Builds metadata from slots that a scheduler already has, as vLLM's does. Works under `jax.jit`.
 
+        With the online state a token whose position does not follow from that of its request's first does nothing.
+
         Args: the attributes of the same names, int32 (int64 where JAX has x64 on); `config` and `rollback` as `build`.
         """
         checks.instance("config", config, CompressorConfig)
@@ -104,10 +113,10 @@ class CompressorMetadata:
         token_to_req = checks.integers("token_to_req", token_to_req, (tokens,))
         slot_mapping = checks.integers("slot_mapping", slot_mapping, (tokens,))
         kv_slot_mapping = checks.integers("kv_slot_mapping", kv_slot_mapping, (tokens,))
-        block_table = checks.integers("block_table", block_table, ("R", "B"))
+        block_table = checks.integers("block_table", block_table, ("R", _columns(config)))
         requests = block_table.shape[0]
         query_start_loc = checks.integers("query_start_loc", query_start_loc, (requests + 1,))
-        checks.at_least("rollback", rollback, 0)
+        _check_rollback(config, rollback)
         return _from_slots(
             config, positions, token_to_req, slot_mapping, kv_slot_mapping, block_table, query_start_loc, rollback
         )
@@ -121,7 +130,7 @@ class CompressorMetadata:
           layer: `[]` int32, which of the cache's layers, from 0.
           state_pages, kv_pages: the pages of one layer; all layers' rows together must be fewer than 2**31.
         """
-        *_, page_rows, kv_page_rows = self.layout
+        _, _, page_rows, kv_page_rows, _ = self.layout
         state_rows, kv_rows = state_pages * page_rows, kv_pages * kv_page_rows
 
         def move(values, size):
@@ -135,6 +144,21 @@ class CompressorMetadata:
             closing=self.closing.at[:, 2].set(move(self.closing[:, 2], kv_rows)),
             window_slots=move(self.window_slots, state_rows),
             saving=self.saving.at[:, 2].set(move(self.saving[:, 2], state_rows)),
+            runs=None if self.runs is None else self.runs.at[:, 3].set(move(self.runs[:, 3], state_rows)),
+        )
+
+
+def _columns(config):
+    """The columns that a block table must have."""
+    return 1 if config.state == "online" else "B"
+
+
+def _check_rollback(config, rollback):
+    checks.at_least("rollback", rollback, 0)
+    if config.state == "online" and rollback >= config.page_rows:
+        raise ValueError(
+            f"rollback is {rollback}; with the online state it must be below config.page_rows, {config.page_rows}: a "
+            "page holds the states after the last page_rows tokens"
         )
 
 
@@ -150,7 +174,7 @@ def _build(config, query_start_loc, seq_lens, block_table, kv_block_table, num_t
     position = jnp.where(real, position, -1)
     m = config.compress_ratio
     closes = (position >= 0) & ((position + 1) % m == 0)
-    slots = _slots(block_table, request, position, config.page_rows)
+    slots = _state_slots(config, block_table, request, position)
     kv_slots = _slots(kv_block_table, request, position // m, config.kv_page_rows)
     kv_slots = jnp.where(closes, kv_slots, -1)
     return _from_slots(config, position, request, slots, kv_slots, block_table, query_start_loc, rollback)
@@ -159,9 +183,19 @@ def _build(config, query_start_loc, seq_lens, block_table, kv_block_table, num_t
 @functools.partial(jax.jit, static_argnames=("config", "rollback"))
 def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, block_table, query_start_loc, rollback):
     tokens, requests = positions.shape[0], block_table.shape[0]
-    m, n = config.compress_ratio, config.window
+    m, n, online = config.compress_ratio, config.window, config.state == "online"
     real = (positions >= 0) & (token_to_req >= 0) & (token_to_req < requests)
+    runs = None
+    if online:
+        # A state is folded from token to token: positions must follow each other.
+        begin = _take(query_start_loc, token_to_req, -1)
+        ahead = jnp.arange(tokens, dtype=jnp.int32) - begin
+        real &= (begin >= 0) & (ahead >= 0) & (positions - ahead == _take(positions, begin, -1))
+        slot_mapping = jnp.where(real, slot_mapping, -1)
+        kv_slot_mapping = jnp.where(real, kv_slot_mapping, -1)
     request = jnp.where(real, token_to_req, -1)
+    at = jnp.where(real, token_to_req, requests)
+    seq_lens = jnp.zeros(requests, jnp.int32).at[at].max(positions + 1, mode="drop")
 
     closes = real & ((positions + 1) % m == 0) & (kv_slot_mapping >= 0)
     # Every request closes at most one window more than its tokens fill.
@@ -169,16 +203,25 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
     start = _take(query_start_loc, rows(request), 0)
     in_batch = jnp.clip(row - jnp.maximum(start, 0) + 1, 0, jnp.minimum(n, rows(positions) + 1))
     closing = [row, rows(positions), rows(kv_slot_mapping), in_batch]
-    window = rows(positions)[:, None] - jnp.arange(n - 1, -1, -1, dtype=jnp.int32)
-    window_slots = _slots(block_table, rows(request)[:, None], window, config.page_rows)
+    if online:
+        before = jnp.where(in_batch < n, rows(positions) - in_batch, -1)[:, None]
+    else:
+        before = rows(positions)[:, None] - jnp.arange(n - 1, -1, -1, dtype=jnp.int32)
+    window_slots = _state_slots(config, block_table, rows(request)[:, None], before)
 
-    at = jnp.where(real, token_to_req, requests)
-    seq_lens = jnp.zeros(requests, jnp.int32).at[at].max(positions + 1, mode="drop")
-    needed = jnp.maximum(seq_lens - rollback, 0) // m * m - (m if config.overlap else 0)
-    needed = _take(needed, request, INT32_MAX)
-    most = requests * (m - 1 + (m if config.overlap else 0) + rollback)
-    row, rows = _compact(real & (positions >= needed) & (slot_mapping >= 0), min(tokens, most))
+    if online:
+        # After a closing token nothing is kept: the next one begins anew.
+        saves = real & (positions >= _take(seq_lens - config.page_rows, request, INT32_MAX)) & ((positions + 1) % m > 0)
+        most = requests * config.page_rows
+    else:
+        needed = jnp.maximum(seq_lens - rollback, 0) // m * m - (m if config.overlap else 0)
+        saves = real & (positions >= _take(needed, request, INT32_MAX))
+        most = requests * (m - 1 + (m if config.overlap else 0) + rollback)
+    row, rows = _compact(saves & (slot_mapping >= 0), min(tokens, most))
     saving = [row, rows(positions), rows(slot_mapping)]
+    if online:
+        saving.append(jnp.minimum(row - _take(query_start_loc, rows(request), 0), rows(positions) % m) + 1)
+        runs = _runs(config, seq_lens, positions, block_table, query_start_loc)
     return CompressorMetadata(
         positions,
         token_to_req,
@@ -190,7 +233,17 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
         jnp.where(closing[0][:, None] >= 0, window_slots, -1),
         jnp.where(row >= 0, jnp.stack(saving), -1).T,
         config.layout,
+        runs,
     )
+
+
+def _runs(config, seq_lens, positions, block_table, query_start_loc):
+    """`CompressorMetadata.runs`; `seq_lens` counts the tokens that the batch has, 0 where it has none."""
+    requests = jnp.arange(block_table.shape[0], dtype=jnp.int32)
+    first = jnp.where(seq_lens > 0, _take(positions, query_start_loc[:-1], -1), -1)
+    before = jnp.where(first % config.compress_ratio > 0, first - 1, -1)
+    runs = [query_start_loc[:-1], seq_lens - first, first, _state_slots(config, block_table, requests, before)]
+    return jnp.where(first >= 0, jnp.stack(runs), -1).T
 
 
 def _compact(mask, size):
@@ -206,6 +259,13 @@ def _take(values, index, missing):
         return jnp.full(index.shape, missing, values.dtype)
     index = jnp.where(index >= 0, index, values.shape[0])
     return values.at[index].get(mode="fill", fill_value=missing)
+
+
+def _state_slots(config, block_table, request, position):
+    """The state slot of each position, -1 where there is no such page."""
+    if config.state == "online":
+        position = jnp.where(position >= 0, position % config.page_rows, -1)
+    return _slots(block_table, request, position, config.page_rows)
 
 
 def _slots(block_table, request, index, page_rows):

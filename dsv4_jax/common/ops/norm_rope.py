@@ -16,6 +16,10 @@ def norm_rope(
     weight = tl.load(norm_weight + tl.arange(0, HEAD_DIM)).to(tl.float32)
     # At the position of the window's first own token.
     cos, sin = rope_factors(cos_sin, position // RATIO * RATIO, HEAD_DIM, ROPE_DIM)
+    return rotate(normalise(c, weight, EPS, HEAD_DIM), cos, sin, HEAD_DIM, ROPE_DIM)
+
+
+@triton.jit
+def normalise(c, weight, EPS: tl.constexpr, HEAD_DIM: tl.constexpr):
     c = tl.where(tl.abs(c) < float("inf"), c, float("nan"))
-    x = c * tl.rsqrt(tl.sum(c * c, axis=0) / HEAD_DIM + EPS) * weight
-    return rotate(x, cos, sin, HEAD_DIM, ROPE_DIM)
+    return c * tl.rsqrt(tl.sum(c * c, axis=0) / HEAD_DIM + EPS) * weight

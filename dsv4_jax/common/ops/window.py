@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+# Elements of a window that one program holds: 32 KB of kv and score.
+TILE = 4096
+
 
 @triton.jit
 def closing_window(

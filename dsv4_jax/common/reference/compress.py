@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax import checks
+from dsv4_jax.common.reference import online
 from dsv4_jax.common.reference.compress_norm_rope_store import check_store, store_keys
 from dsv4_jax.common.reference.save_partial_states import store_states
 from dsv4_jax.config import CompressorConfig
@@ -36,14 +37,14 @@ def compress(
     Args:
       kv_score: `[T, 2W]` float32 or bfloat16, the projection's output: kv in the first half, score in the second.
       ape: `[m, W]` float32, the position bias.
-      state_cache: `[pages, page_rows, 2W]` float32; updated in place when donated.
+      state_cache: `[pages, page_rows, config.state_width]` float32; updated in place when donated.
       kv_cache: the cache of `config.format`; updated in place when donated.
       metadata: this step's `CompressorMetadata`.
       norm_weight: `[D]` float32 or bfloat16.
       cos_sin: `[P, 64]` float32, cos then sin, as `Yarn.table` makes it.
       config: the compressor.
       save: "tail" saves the states that a later step can need; "all" saves every token's, for prefixes that requests
-        share.
+        share; the online state has no rows to share.
       kv_scale: `[]` float32, what values are divided by; for the format `fp8` alone, and needed there.
       implementation: "xla", "triton", "cutedsl" or None: the platform switch chooses.
 
@@ -51,6 +52,12 @@ def compress(
       The state cache and the cache.
     """
     checks.one_of("save", save, ("tail", "all"))
+    checks.instance("config", config, CompressorConfig)
+    if config.state == "online" and save == "all":
+        raise ValueError(
+            "save is 'all'; with the online state it must be 'tail': there are no rows to share, and a prefix that is "
+            "shared up to a multiple of the compress ratio needs no state"
+        )
     state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale = check_store(
         state_cache, kv_cache, metadata, norm_weight, cos_sin, config, kv_scale
     )
@@ -77,11 +84,16 @@ def implement(
     kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, save, platform
 ):
     """The op in plain JAX."""
-    kv_cache = store_keys(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, config=config)
-    # The windows are read before the states are written, so that XLA need not copy the state cache.
-    state_cache, kv_cache = jax.lax.optimization_barrier((state_cache, kv_cache))
     if kv_score.shape[0] == 0:
         return state_cache, kv_cache
+    kv_cache = store_keys(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, config=config)
+    states = None
+    if config.state == "online":
+        states = online.saved_states(kv_score, ape, state_cache, metadata, config)
+    # The windows are read before the states are written, so that XLA need not copy the state cache.
+    state_cache, kv_cache, states = jax.lax.optimization_barrier((state_cache, kv_cache, states))
+    if states is not None:
+        return online.store_states(state_cache, *states), kv_cache
     if save == "all":
         row, positions, slots = slice(None), metadata.positions, metadata.slot_mapping
     else:

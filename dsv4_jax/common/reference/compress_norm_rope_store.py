@@ -42,6 +42,8 @@ def compress_norm_rope_store(
       The cache.
     """
     args = check_store(state_cache, kv_cache, metadata, norm_weight, cos_sin, config, kv_scale)
+    if config.state != "rows":
+        raise ValueError(f"config.state is {config.state!r}; it must be 'rows': compress alone keeps the online state")
     (kv_cache,) = _op(*args, implementation=implementation, config=config)
     return kv_cache
 
@@ -70,9 +72,9 @@ def check_store(state_cache, kv_cache, metadata, norm_weight, cos_sin, config, k
     checks.instance("config", config, CompressorConfig)
     checks.instance("metadata", metadata, CompressorMetadata)
     if metadata.layout != config.layout:
-        names = "(compress_ratio, overlap, page_rows, kv_page_rows)"
+        names = "(compress_ratio, overlap, page_rows, kv_page_rows, state)"
         raise ValueError(f"metadata was built for {names} = {metadata.layout}; config has {config.layout}")
-    state_cache = checks.array("state_cache", state_cache, ("pages", config.page_rows, 2 * config.width))
+    state_cache = checks.array("state_cache", state_cache, ("pages", config.page_rows, config.state_width))
     if not hasattr(kv_cache, "dtype"):
         raise TypeError(f"kv_cache is a {type(kv_cache).__name__}; it must be an array")
     config.format.check_cache("kv_cache", kv_cache, config.kv_page_rows)
@@ -85,11 +87,12 @@ def check_store(state_cache, kv_cache, metadata, norm_weight, cos_sin, config, k
         kv_scale = jnp.float32(kv_scale)
     if kv_scale is not None:
         kv_scale = checks.array("kv_scale", kv_scale, ())
-    return state_cache, jnp.asarray(kv_cache), checked_metadata(metadata, config.window), norm_weight, cos_sin, kv_scale
+    return state_cache, jnp.asarray(kv_cache), checked_metadata(metadata, config), norm_weight, cos_sin, kv_scale
 
 
-def checked_metadata(metadata, window):
-    """The metadata as int32, its arrays' shapes in agreement with each other and with the window's length."""
+def checked_metadata(metadata, config):
+    """The metadata as int32, its arrays' shapes in agreement with each other and with the compressor."""
+    online = config.state == "online"
     (tokens,) = checks.integers("metadata.positions", metadata.positions, ("T",)).shape
     requests, _ = checks.integers("metadata.block_table", metadata.block_table, ("R", "B")).shape
     windows, _ = checks.integers("metadata.closing", metadata.closing, ("N", 4)).shape
@@ -98,12 +101,14 @@ def checked_metadata(metadata, window):
         "token_to_req": (tokens,),
         "query_start_loc": (requests + 1,),
         "slot_mapping": (tokens,),
-        "block_table": (requests, "B"),
+        "block_table": (requests, 1 if online else "B"),
         "kv_slot_mapping": (tokens,),
         "closing": (windows, 4),
-        "window_slots": (windows, window),
-        "saving": ("S", 3),
+        "window_slots": (windows, 1 if online else config.window),
+        "saving": ("S", 4 if online else 3),
     }
+    if online:
+        shapes["runs"] = (requests, 4)
     arrays = {
         name: checks.integers(f"metadata.{name}", getattr(metadata, name), shape) for name, shape in shapes.items()
     }

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from dsv4_jax.common.reference import online
 from dsv4_jax.common.reference.rope import rope
 
 
@@ -12,7 +13,7 @@ def normalised_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, 
     Args:
       kv_score: `[T, 2W]`, or None: then every row of a window comes from the state cache.
       ape: `[m, W]` float32, or None with `kv_score`.
-      state_cache: `[pages, page_rows, 2W]` float32.
+      state_cache: `[pages, page_rows, config.state_width]` float32.
       metadata: `CompressorMetadata`.
       norm_weight: `[D]`.
       cos_sin: `[P, 64]` float32.
@@ -28,10 +29,17 @@ def normalised_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, 
     closes &= position // m * m < cos_sin.shape[0]
     if kv_score is not None:
         closes &= in_batch >= 1  # the closing token itself
-    kv, score, present = _window(kv_score, ape, state_cache, metadata.window_slots, row, in_batch, config)
-    keys = _rms_norm(_softmax_sum(kv, score, present), norm_weight, config.eps)
+    if config.state == "online":
+        c = online.window_sums(kv_score, ape, state_cache, metadata, config)
+    else:
+        kv, score, present = _window(kv_score, ape, state_cache, metadata.window_slots, row, in_batch, config)
+        c = _softmax_sum(kv, score, present)
+        closes &= present.any(axis=1)
+    # A row with a channel that is not finite is all NaN.
+    c = jnp.where(jnp.isfinite(c).all(axis=1, keepdims=True), c, jnp.nan)
+    keys = _rms_norm(c, norm_weight, config.eps)
     # At the position of the window's first own token.
-    return rope(keys, cos_sin, position // m * m), jnp.where(closes & present.any(axis=1), slot, -1)
+    return rope(keys, cos_sin, position // m * m), jnp.where(closes, slot, -1)
 
 
 def _window(kv_score, ape, state_cache, slots, row, in_batch, config):
@@ -70,11 +78,10 @@ def _halves(rows, config):
 
 
 def _softmax_sum(kv, score, present):
-    """Softmax over the window for each channel, times kv. A row with a channel that is not finite is all NaN."""
+    """Softmax over the window for each channel, times kv."""
     score = jnp.where(present[..., None], score, -jnp.inf)
     weight = jnp.exp(score - score.max(axis=1, keepdims=True))
-    c = (weight * kv).sum(axis=1) / weight.sum(axis=1)
-    return jnp.where(jnp.isfinite(c).all(axis=1, keepdims=True), c, jnp.nan)
+    return (weight * kv).sum(axis=1) / weight.sum(axis=1)
 
 
 def _rms_norm(c, norm_weight, eps):
