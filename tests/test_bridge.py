@@ -944,6 +944,75 @@ def test_gpu_exception_does_no_harm():
         np.testing.assert_array_equal(jax.jit(double)(jnp.ones(3)), [2, 2, 2])
 
 
+@pytest.mark.gpu
+def test_gpu_threads_keep_their_own_streams():
+    x = np.arange(4096, dtype=np.float32)
+
+    def work(i):
+        mine = torch.cuda.Stream()
+        with torch.cuda.stream(mine):
+            f = jax.jit(lambda x: double(double(x + i)))
+            found = [np.asarray(f(x)) for _ in range(20)]
+            assert torch.cuda.current_stream() == mine and torch.is_grad_enabled()
+        return found
+
+    with ThreadPoolExecutor(6) as pool:
+        for i, found in enumerate(pool.map(work, range(6))):
+            for y in found:
+                np.testing.assert_array_equal(y, (x + i) * 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gpu_raw_call_gets_the_buffers_addresses_and_xlas_stream(dtype, x64):
+    seen = []
+
+    def note(stream, *addresses):
+        seen.append((stream, addresses))
+
+    def torch_stream(x):
+        seen.append(torch.cuda.current_stream().cuda_stream)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def f(x, cache):
+        cache = raw_call(
+            note, x, cache, out_type=Type.like(cache), input_output_aliases={1: 0}, command_buffer_compatible=False
+        )
+        return torch_call(
+            torch_stream, cache, out_type=Type.like(cache), input_output_aliases={0: 0}, command_buffer_compatible=False
+        )
+
+    x, cache = (jnp.asarray(random_array(dtype, (33, 7), seed)) for seed in (0, 1))
+    kept = np.asarray(cache)
+    addresses = x.unsafe_buffer_pointer(), cache.unsafe_buffer_pointer()
+    assert_same_bytes(f(x, cache), kept)
+    assert seen == [(seen[1], addresses), seen[1]] and seen[1] != 0
+
+
+@pytest.mark.gpu
+def test_gpu_exception_in_a_command_buffer_does_no_harm():
+    fails = True
+
+    def fn(x, out):
+        if fails:
+            raise OwnError("while the graph was recorded")
+        torch.add(x, 1, out=out)
+
+    @jax.jit
+    def f(x):
+        for _ in range(8):
+            x = torch_call(fn, x, out_type=Type.like(x))
+        return x
+
+    for _ in range(3):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="OwnError: while the graph was recorded"):
+            f(jnp.ones(3)).block_until_ready()
+        np.testing.assert_array_equal(jax.jit(double)(jnp.ones(3)), [2, 2, 2])
+    fails = False
+    for _ in range(3):
+        np.testing.assert_array_equal(f(jnp.ones(3)), [9, 9, 9])
+
+
 def test_an_output_of_another_shape_than_declared():
     """torch resizes an out= tensor, with a warning only, and would write where XLA does not look."""
 
