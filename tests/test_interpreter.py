@@ -1,4 +1,4 @@
-"""In Triton's interpreter, as the ops run it, narrowing rounds to nearest even as hardware does."""
+"""In Triton's interpreter, as the ops run it, narrowing rounds to nearest even as hardware does; widening is exact."""
 
 import ml_dtypes
 import numpy as np
@@ -52,6 +52,29 @@ def test_every_bf16_and_its_midpoints():
 def test_every_fp8_and_its_midpoints():
     points = neighbourhoods(ml_dtypes.float8_e4m3fn, np.arange(1 << 8, dtype=np.uint8))
     np.testing.assert_array_equal(narrow(points, "fp8e4nv"), points.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn"])
+def test_every_code_widens_exactly(name):
+    import torch
+    import triton
+    import triton.language as tl
+
+    from dsv4_jax.common.ops import interpreter
+
+    @triton.jit
+    def kernel(x, out, N: tl.constexpr):
+        i = tl.arange(0, N)
+        tl.store(out + i, tl.load(x + i).to(tl.float32))
+
+    kernel.fn.__globals__["tl"] = tl
+    dtype = getattr(ml_dtypes, name)
+    codes = np.arange(2 ** (8 * np.dtype(dtype).itemsize)).astype(np.uint16 if name == "bfloat16" else np.uint8)
+    x = torch.from_numpy(codes).view(getattr(torch, name))
+    out = torch.zeros(len(codes), dtype=torch.float32)
+    with interpreter.round_to_nearest_even():
+        kernel[(1,)](x, out, N=len(codes))
+    np.testing.assert_array_equal(out.numpy(), codes.view(dtype).astype(np.float32))
 
 
 def test_the_interpreters_own_conversion_comes_back():
