@@ -51,8 +51,13 @@ def _combine_topk_swa_indices(tokens, key):
         jnp.array([before + tokens], jnp.int32),
         jnp.array([gathered], jnp.int32),
     )
-    options = WINDOW, RATIO, TOPK, compressed + gathered, compressed
-    return _once_each(lambda inputs: combine_topk_swa_indices(*inputs, *options), inputs)
+
+    def op(inputs):
+        topk, starts, seq_lens, gather_lens = inputs
+        buffer = compressed + gathered, compressed
+        return combine_topk_swa_indices(topk, starts, seq_lens, gather_lens, WINDOW, RATIO, TOPK, *buffer)
+
+    return _once_each(op, inputs)
 
 
 def _compute_global_topk_indices_and_lens(tokens, key):
@@ -67,8 +72,8 @@ def _compute_global_topk_indices_and_lens(tokens, key):
     )
 
     def op(inputs):
-        *arrays, is_valid_token = inputs
-        return compute_global_topk_indices_and_lens(*arrays, PAGE_ROWS, is_valid_token)
+        topk, token_to_req, block_table, is_valid_token = inputs
+        return compute_global_topk_indices_and_lens(topk, token_to_req, block_table, PAGE_ROWS, is_valid_token)
 
     return _once_each(op, inputs)
 

@@ -18,7 +18,7 @@ def implement(hidden, topk_weights, topk_ids, is_padding, *, platform):
     """See `dsv4_jax.prepare_megamoe_inputs`."""
     tokens, topk = topk_weights.shape
     x, scales, ids, weights = reference.outputs(hidden, topk_weights)
-    if tokens == 0:
+    if hidden.size == 0 or topk == 0:
         return reference.implement(hidden, topk_weights, topk_ids, is_padding, platform=platform)
     blocks = hidden.size // reference.BLOCK
     quantising = triton.cdiv(blocks, BLOCKS)
@@ -30,7 +30,7 @@ def implement(hidden, topk_weights, topk_ids, is_padding, *, platform):
         constants={
             "PADDING": is_padding is not None,
             "TOPK": topk,
-            "TOPK_PAD": triton.next_power_of_2(max(1, topk)),
+            "TOPK_PAD": triton.next_power_of_2(topk),
             "BLOCK": reference.BLOCK,
             "BLOCKS": BLOCKS,
             "TOKENS": TOKENS,
