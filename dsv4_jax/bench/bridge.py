@@ -17,6 +17,7 @@ from dsv4_jax.metadata import CompressorMetadata
 from dsv4_jax.platforms import installed
 
 CHAIN = 20  # ops in a jit, or steps of a scan
+CALLS, REPEATS = 20, 7
 DELAY_BYTES, DELAY_COPIES = 2 << 30, 8  # 8 ms on an H200: longer than 40 calls take to launch
 FRESH = 64  # sets of inputs that take turns, so that XLA meets new addresses at each call
 LEGEND = """us an op, wall clock, host included. lone: one op a jit; chain: 20; hidden: the chain behind long copies, so
@@ -38,27 +39,17 @@ KERNELS = {
     "cutlass_call": "the same kernel by cutlass.jax.cutlass_call",
 }
 
-# What lets XLA capture a lone op, or a loop's body.
-ALL_COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+# What lets XLA capture a lone op or a loop: compiler options of jit, and `unroll` of scan. The last ones last, as XLA's
+# own loops in graphs are young.
+_SMALL = {"xla_gpu_graph_min_graph_size": 1}
+_LOOPS = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE"}
 SETTINGS = {
     "default": ({}, 1),
-    "unroll=5": ({}, 5),
-    "unroll=20": ({}, CHAIN),
-    "min_graph_size=1": ({"xla_gpu_graph_min_graph_size": 1}, 1),
-    "min_graph_size=1, unroll=5": ({"xla_gpu_graph_min_graph_size": 1}, 5),
-    "WHILE": ({"xla_gpu_enable_command_buffer": ALL_COMMANDS}, 1),
-    "WHILE, min_graph_size=1": (
-        {"xla_gpu_enable_command_buffer": ALL_COMMANDS, "xla_gpu_graph_min_graph_size": 1},
-        1,
-    ),
-    "WHILE, min_graph_size=1, unrolled in the graph": (
-        {
-            "xla_gpu_enable_command_buffer": ALL_COMMANDS,
-            "xla_gpu_graph_min_graph_size": 1,
-            "xla_gpu_command_buffer_unroll_loops": True,
-        },
-        1,
-    ),
+    "unroll5": ({}, 5),
+    "unroll20": ({}, CHAIN),
+    "small": (_SMALL, 1),
+    "loops": (_SMALL | _LOOPS, 1),
+    "unrolled_loops": (_SMALL | _LOOPS | {"xla_gpu_command_buffer_unroll_loops": True}, 1),
 }
 
 
@@ -77,8 +68,9 @@ def main(argv: list[str]) -> int:
         if why := _why_not(name, on_cpu):
             print(f"left out: {name}: {why}")
     report = _Report(options.json)
+    print(jax.devices()[0].device_kind)
     if options.loops:
-        _loops(report, [name for name in ("bridge", "triton", "cutlass_call") if name in variants], options.setting)
+        _loops(report, [name for name in ("bridge", "triton") if name in variants], options.setting or SETTINGS)
     else:
         _calls(report, variants, on_cpu)
     return 0
@@ -112,7 +104,7 @@ def _why_not(name, on_cpu):
 
 
 def _calls(report, variants, on_cpu):
-    print(f"{jax.devices()[0].device_kind}\n{LEGEND}\n")
+    print(f"{LEGEND}\n")
     columns = ("lone", "chain", "scan", "fresh") if on_cpu else ("lone", "chain", "hidden", "scan", "fresh")
     print(f"{'':16}" + "".join(f"{column:>9}" for column in columns))
     times = {}
@@ -120,7 +112,9 @@ def _calls(report, variants, on_cpu):
     for name, what in variants.items():
         row = {}
         for column in columns:
-            if column == "hidden" and name not in KERNELS:
+            if column == "hidden" and name not in KERNELS:  # only what is captured can be
+                continue
+            if column in ("scan", "fresh") and name in ("addresses", "tensors", "torch_call"):
                 continue
             try:
                 row[column] = _measure(_op(name), column, inputs)
@@ -145,31 +139,39 @@ def _calls(report, variants, on_cpu):
 
 
 def _loops(report, variants, settings):
-    print(f"{jax.devices()[0].device_kind}\nus a step of a scan of {CHAIN}, and of a lone op, by what XLA is told\n")
-    print(f"{'':50}" + "".join(f"{name + ' ' + case:>18}" for name in variants for case in ("scan", "lone")))
+    if not variants:
+        print("There is nothing to capture.")
+        return
+    print(f"us a step of a scan of {CHAIN}, and of a lone op, by what XLA is told\n")
+    cases = [(name, case) for name in variants for case in ("scan", "lone")]
+    print(f"{'':16}" + "".join(f"{name + ' ' + case:>14}" for name, case in cases))
     inputs = _inputs()
-    for setting in settings or SETTINGS:
+    for setting in settings:
         compiler_options, unroll = SETTINGS[setting]
-        cells = ""
-        for name in variants:
-            for case in ("scan", "lone"):
-                if case == "lone" and unroll > 1:
-                    cells += f"{'':18}"
-                    continue
-                try:
-                    us = _measure(_op(name), case, inputs, compiler_options=compiler_options, unroll=unroll)
-                    report.add(variant=name, case=case, setting=setting, us=us)
-                    cells += f"{us:18.2f}"
-                except Exception as error:
-                    report.add(variant=name, case=case, setting=setting, error=str(error))
-                    cells += f"{type(error).__name__:>18}"
-        print(f"{setting:50}{cells}", flush=True)
+        print(f"{setting:16}", end="", flush=True)
+        for name, case in cases:
+            row = {"variant": name, "case": case, "setting": setting}
+            try:
+                # A lone op is not unrolled.
+                us = (
+                    None
+                    if case == "lone" and unroll > 1
+                    else _measure(_op(name), case, inputs, compiler_options, unroll)
+                )
+            except Exception as error:
+                report.add(**row, error=str(error))
+                print(f"{type(error).__name__[:12]:>14}", end="", flush=True)
+                continue
+            report.add(**row, us=us)
+            print(f"{'-' if us is None else format(us, '.2f'):>14}", end="", flush=True)
+        print(f"  unroll={unroll} {compiler_options}", flush=True)
 
 
 CONFIG = CompressorConfig.csa()
 LENGTHS = (97, 100, 128, 131, 254, 256, 401, 404)  # tokens of the requests; half of them close a window
 
 
+@jax.jit
 def _inputs():
     c, requests = CONFIG, len(LENGTHS)
     pages, kv_pages = -(-max(LENGTHS) // c.page_rows), -(-max(LENGTHS) // (c.compress_ratio * c.kv_page_rows))
@@ -228,7 +230,7 @@ def _make_tensors(_, results, *inputs):
         torch.from_dlpack(buffer.__dlpack__())
 
 
-def _measure(op, column, inputs, *, compiler_options=None, unroll=1):
+def _measure(op, column, inputs, compiler_options=None, unroll=1):
     """Microseconds an op."""
     inputs = dict(inputs)
     carry = jax.tree.map(jnp.copy, (inputs.pop("state_cache"), inputs.pop("kv_cache")))
@@ -253,7 +255,7 @@ def _measure(op, column, inputs, *, compiler_options=None, unroll=1):
 
     jitted = jax.jit(run, donate_argnums=0, compiler_options=compiler_options or None)
     sets = [{**inputs, "kv_score": inputs["kv_score"] + i} for i in range(FRESH if column == "fresh" else 1)]
-    calls = max(len(sets), 200 if column == "lone" else 20)
+    calls = max(len(sets), CALLS * (10 if column == "lone" else 1))
     held = [carry]
     delay = _delay() if column == "hidden" else lambda: None
 
@@ -267,7 +269,7 @@ def _measure(op, column, inputs, *, compiler_options=None, unroll=1):
 
     seconds(calls)
     # What is not of the calls takes as long for more of them.
-    pairs = [(seconds(calls), seconds(2 * calls)) for _ in range(7)]
+    pairs = [(seconds(calls), seconds(2 * calls)) for _ in range(REPEATS)]
     ops = calls * (1 if column == "lone" else CHAIN)
     return statistics.median(more - less for less, more in pairs) / ops * 1e6
 
