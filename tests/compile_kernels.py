@@ -12,12 +12,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dsv4_jax import CompressorConfig, CompressorMetadata
+from dsv4_jax import CACHE_FORMATS, CompressorConfig, CompressorMetadata
 from dsv4_jax.common.ops import (
     combine_topk_swa_indices,
     compress,
     compress_norm_rope_store,
     compute_global_topk_indices_and_lens,
+    fused_indexer_q_rope_quant,
+    fused_inv_rope_fp8_quant,
+    fused_q_kv_rmsnorm,
+    fused_qnorm_rope_kv_rope_quant_insert,
     launch,
     prepare_megamoe_inputs,
     save_partial_states,
@@ -61,8 +65,11 @@ def compile_launches(target: GPUTarget) -> dict:
         for dtype, save in itertools.product((jnp.float32, jnp.bfloat16), ("tail", "all") if first else ("tail",)):
             jax.eval_shape(lambda c=config, d=dtype, s=save: _run(c, d, s))
     jax.eval_shape(_save_other_widths)
+    jax.eval_shape(_online)
     jax.eval_shape(_topk_indices)
     jax.eval_shape(_megamoe)
+    jax.eval_shape(_rotated_heads)
+    jax.eval_shape(_normalised_queries)
     return compiled
 
 
@@ -89,6 +96,26 @@ def _run(config, dtype, save):
     return compress.implement(kv_score, ape, states, cache, metadata, norm, cos_sin, scale, save=save, **rest)
 
 
+def _online():
+    """HCA with the online state: a short batch of a page's rows a request, and a long one."""
+    requests = 2
+    for fmt, page_rows in (("fp8_ds_mla", 1), ("bf16", 4)):
+        config = CompressorConfig.hca(fmt, page_rows=page_rows, state="online")
+        for dtype, tokens in itertools.product((jnp.float32, jnp.bfloat16), (requests * page_rows, 256)):
+            metadata = CompressorMetadata.build(
+                config,
+                jnp.arange(requests + 1),
+                jnp.ones(requests, jnp.int32),
+                jnp.zeros((requests, 1), jnp.int32),
+                jnp.zeros((requests, 8), jnp.int32),
+                num_tokens=tokens,
+            )
+            states, cache = jnp.zeros((8, page_rows, config.state_width)), config.format.allocate(8, 2)
+            arrays = jnp.zeros((tokens, 2 * config.width), dtype), jnp.zeros((128, config.width)), states, cache
+            weights = jnp.ones(512, dtype), jnp.zeros((tokens, 64)), None
+            compress.implement(*arrays, metadata, *weights, config=config, save="tail", platform="cuda")
+
+
 def _save_other_widths():
     """`save_partial_states` takes any width."""
     for width in (16, 768, 1000):
@@ -111,6 +138,39 @@ def _megamoe():
     for padding in (None, jnp.zeros(9, bool)):
         hidden, weights, ids = jnp.zeros((9, 4096), jnp.bfloat16), jnp.zeros((9, 6)), jnp.zeros((9, 6), jnp.int32)
         prepare_megamoe_inputs.implement(hidden, weights, ids, padding, platform="cuda")
+
+
+def _rotated_heads():
+    """The ops that rotate and quantise the heads of queries and of attention's output."""
+    positions, cos_sin = jnp.zeros(9, jnp.int32), jnp.zeros((20, 64))
+    for heads, dtype, use_fp4 in ((64, jnp.bfloat16, False), (64, jnp.bfloat16, True), (3, jnp.float32, False)):
+        q, weights = jnp.zeros((9, heads, 128), dtype), jnp.zeros((9, heads), dtype)
+        options = {"softmax_scale": 128**-0.5, "head_scale": heads**-0.5, "use_fp4": use_fp4, "platform": "cuda"}
+        fused_indexer_q_rope_quant.implement(positions, q, cos_sin, weights, **options)
+    for heads, packed, size in ((64, False, 128), (64, True, 128), (6, True, 32)):
+        o = jnp.zeros((9, heads, 512), jnp.bfloat16)
+        options = {"n_groups": heads // 2, "quant_group_size": size, "tma_aligned_scales": packed, "platform": "cuda"}
+        fused_inv_rope_fp8_quant.implement(o, positions, cos_sin, quantize=True, **options)
+        fused_inv_rope_fp8_quant.implement(o, positions, cos_sin, quantize=False, **options)
+
+
+def _normalised_queries():
+    """The RMSNorms of q and kv; heads normalised and rotated, keys stored."""
+    for dtype, tokens, widths in (
+        (jnp.bfloat16, 9, (1024, 512)),
+        (jnp.bfloat16, 9, (1536, 512)),
+        (jnp.float32, 9, (1536, 512)),
+        (jnp.bfloat16, 1, (1000, 5000)),
+    ):
+        arrays = *(jnp.zeros((tokens, w), dtype) for w in widths), *(jnp.ones(w) for w in widths)
+        fused_q_kv_rmsnorm.implement(*arrays, eps=1e-6, platform="cuda")
+    for fmt, heads, padded_heads in (("fp8_ds_mla", 64, 64), ("bf16", 3, 11), ("fp8", 128, 128)):
+        q, kv = jnp.zeros((9, heads, 512), jnp.bfloat16), jnp.zeros((9, 512), jnp.bfloat16)
+        cache, indices = CACHE_FORMATS[fmt].allocate(8, 64), jnp.zeros(9, jnp.int32)
+        scale = jnp.float32(1) if fmt == "fp8" else None
+        options = {"padded_heads": padded_heads, "cache_format": fmt, "page_rows": 64, "eps": 1e-6, "platform": "cuda"}
+        arrays = q, kv, cache, indices, indices, jnp.zeros((20, 64)), scale
+        fused_qnorm_rope_kv_rope_quant_insert.implement(*arrays, **options)
 
 
 if __name__ == "__main__":

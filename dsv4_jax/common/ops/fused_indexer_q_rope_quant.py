@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from dsv4_jax.common.ops.heads import rotated_heads, store_heads, tiles
+from dsv4_jax.common.ops.heads import load_heads, store_heads, store_zeros, tiles
 from dsv4_jax.common.ops.launch import launch
-from dsv4_jax.common.ops.quantise_store import fp8_code, quantise_mxfp4, round_bf16, scale_blocks
+from dsv4_jax.common.ops.quantise_store import quantise_mxfp4, round_bf16, scale_blocks, scaled_fp8_code
+from dsv4_jax.common.ops.rope import rope_factors, rotate
 from dsv4_jax.common.reference.fused_indexer_q_rope_quant import outputs
 
 
@@ -28,12 +29,18 @@ def _indexer_q_fp8_kernel(
     HEADS: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
     SOFTMAX_SCALE: tl.constexpr, HEAD_SCALE: tl.constexpr,
 ):  # fmt: skip
-    x, first, count, inside = rotated_heads(q, positions, cos_sin, table_rows, HEADS, TILE, HEAD_DIM, ROPE_DIM)
-    scaled, exponents = scale_blocks(round_bf16(x), HEAD_DIM, 448.0, 1e-4, TILE * HEAD_DIM)
-    codes = tl.where(inside, fp8_code(scaled), 0)
-    store_heads(values.to(tl.pointer_type(tl.uint8)), codes, first, count, TILE, HEAD_DIM)
-    scale = ((exponents + 127) << 23).to(tl.float32, bitcast=True)
-    _store_weights(weights, weights_out, scale, first, count, inside, TILE, SOFTMAX_SCALE, HEAD_SCALE)
+    values = values.to(tl.pointer_type(tl.uint8))
+    x, first, count, position = load_heads(q, positions, HEADS, TILE, HEAD_DIM)
+    if (position >= 0) & (position < table_rows):
+        cos, sin = rope_factors(cos_sin, position, HEAD_DIM, ROPE_DIM)
+        x = round_bf16(rotate(x, cos, sin, HEAD_DIM, ROPE_DIM))
+        scaled, exponents = scale_blocks(x, HEAD_DIM, 448.0, 1e-4, TILE * HEAD_DIM)
+        store_heads(values, scaled_fp8_code(scaled, exponents), first, count, TILE, HEAD_DIM)
+        scale = ((exponents + 127) << 23).to(tl.float32, bitcast=True)
+        _store_weights(weights, weights_out, scale, first, count, TILE, SOFTMAX_SCALE, HEAD_SCALE)
+    else:
+        store_zeros(values, first, count, TILE, HEAD_DIM)
+        store_zeros(weights_out, first, count, TILE, 1)
 
 
 @triton.jit
@@ -42,21 +49,26 @@ def _indexer_q_fp4_kernel(
     HEADS: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
     SOFTMAX_SCALE: tl.constexpr, HEAD_SCALE: tl.constexpr,
 ):  # fmt: skip
-    x, first, count, inside = rotated_heads(q, positions, cos_sin, table_rows, HEADS, TILE, HEAD_DIM, ROPE_DIM)
-    codes, exponents = quantise_mxfp4(x, TILE * HEAD_DIM)
-    store_heads(values, tl.where(inside, codes, 0).to(tl.uint8), first, count, TILE, HEAD_DIM // 2)
-    biased = tl.where(inside, exponents + 127, 0).to(tl.uint8)
-    store_heads(scales.to(tl.pointer_type(tl.uint8)), biased, first, count, TILE, HEAD_DIM // 32)
-    _store_weights(weights, weights_out, 1.0, first, count, inside, TILE, SOFTMAX_SCALE, HEAD_SCALE)
+    x, first, count, position = load_heads(q, positions, HEADS, TILE, HEAD_DIM)
+    if (position >= 0) & (position < table_rows):
+        cos, sin = rope_factors(cos_sin, position, HEAD_DIM, ROPE_DIM)
+        codes, exponents = quantise_mxfp4(rotate(x, cos, sin, HEAD_DIM, ROPE_DIM), TILE * HEAD_DIM)
+        store_heads(values, codes, first, count, TILE, HEAD_DIM // 2)
+        biased = (exponents + 127).to(tl.uint8)  # a byte a block, little end first
+        store_heads(scales.to(tl.pointer_type(tl.uint8)), biased, first, count, TILE, HEAD_DIM // 32)
+        _store_weights(weights, weights_out, 1.0, first, count, TILE, SOFTMAX_SCALE, HEAD_SCALE)
+    else:
+        store_zeros(values, first, count, TILE, HEAD_DIM // 2)
+        store_zeros(scales, first, count, TILE, 1)
+        store_zeros(weights_out, first, count, TILE, 1)
 
 
 @triton.jit
 def _store_weights(
-    weights, weights_out, scale, first, count, inside,
+    weights, weights_out, scale, first, count,
     TILE: tl.constexpr, SOFTMAX_SCALE: tl.constexpr, HEAD_SCALE: tl.constexpr,
 ):  # fmt: skip
     head = tl.arange(0, TILE)
-    weight = tl.load(weights + first + head, mask=inside & (head < count), other=0.0).to(tl.float32)
+    weight = tl.load(weights + first + head, mask=head < count, other=0.0).to(tl.float32)
     weight = weight * scale * SOFTMAX_SCALE * HEAD_SCALE
-    weight = tl.where(weight != weight, float("nan"), weight)
-    store_heads(weights_out, tl.where(inside, weight, 0.0), first, count, TILE, 1)
+    store_heads(weights_out, tl.where(weight != weight, float("nan"), weight), first, count, TILE, 1)

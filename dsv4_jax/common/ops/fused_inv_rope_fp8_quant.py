@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from dsv4_jax.common.ops.heads import rotated_heads, store_heads, tiles
+from dsv4_jax.common.ops.heads import load_heads, store_heads, store_zeros, tiles
 from dsv4_jax.common.ops.launch import launch
-from dsv4_jax.common.ops.quantise_store import bf16_bits, fp8_code, scale_blocks
+from dsv4_jax.common.ops.quantise_store import bf16_bits, scale_blocks, scaled_fp8_code
+from dsv4_jax.common.ops.rope import rope_factors, rotate
 from dsv4_jax.common.reference.fused_inv_rope_fp8_quant import AMAX_MIN, outputs
 
 
@@ -29,19 +30,24 @@ def _inv_rope_quant_kernel(
     HEADS: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK: tl.constexpr,
     AMAX_MIN: tl.constexpr,
 ):  # fmt: skip
-    x, first, count, inside = rotated_heads(
-        o, positions, cos_sin, table_rows, HEADS, TILE, HEAD_DIM, ROPE_DIM, INVERSE=True
-    )  # fmt: skip
-    scaled, exponents = scale_blocks(x, BLOCK, 448.0, AMAX_MIN, TILE * HEAD_DIM)
-    codes = tl.where(inside, fp8_code(scaled), 0)
-    store_heads(values.to(tl.pointer_type(tl.uint8)), codes, first, count, TILE, HEAD_DIM)
-    biased = tl.where(inside, exponents + 127, 0)
-    if scales.dtype.element_ty == tl.float32:
-        scale = (biased << 23).to(tl.float32, bitcast=True)
-        store_heads(scales, scale, first, count, TILE, HEAD_DIM // BLOCK)
-    else:  # four bytes, little end first
-        at = scales.to(tl.pointer_type(tl.uint8))
-        store_heads(at, biased.to(tl.uint8), first, count, TILE, HEAD_DIM // BLOCK)
+    BLOCKS: tl.constexpr = HEAD_DIM // BLOCK
+    values = values.to(tl.pointer_type(tl.uint8))
+    if scales.dtype.element_ty == tl.int32:
+        scales = scales.to(tl.pointer_type(tl.uint8))  # a byte a block, little end first
+    x, first, count, position = load_heads(o, positions, HEADS, TILE, HEAD_DIM)
+    if (position >= 0) & (position < table_rows):
+        cos, sin = rope_factors(cos_sin, position, HEAD_DIM, ROPE_DIM)
+        x = rotate(x, cos, -sin, HEAD_DIM, ROPE_DIM)
+        scaled, exponents = scale_blocks(x, BLOCK, 448.0, AMAX_MIN, TILE * HEAD_DIM)
+        store_heads(values, scaled_fp8_code(scaled, exponents), first, count, TILE, HEAD_DIM)
+        if scales.dtype.element_ty == tl.uint8:
+            scale = (exponents + 127).to(tl.uint8)
+        else:
+            scale = ((exponents + 127) << 23).to(tl.float32, bitcast=True)
+        store_heads(scales, scale, first, count, TILE, BLOCKS)
+    else:
+        store_zeros(values, first, count, TILE, HEAD_DIM)
+        store_zeros(scales, first, count, TILE, BLOCKS)
 
 
 @triton.jit
@@ -49,8 +55,10 @@ def _inv_rope_kernel(
     o, positions, cos_sin, values, table_rows,
     HEADS: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
 ):  # fmt: skip
-    x, first, count, inside = rotated_heads(
-        o, positions, cos_sin, table_rows, HEADS, TILE, HEAD_DIM, ROPE_DIM, INVERSE=True
-    )  # fmt: skip
-    bits = tl.where(inside, bf16_bits(x), 0)
-    store_heads(values.to(tl.pointer_type(tl.int16)), bits, first, count, TILE, HEAD_DIM)
+    values = values.to(tl.pointer_type(tl.int16))
+    x, first, count, position = load_heads(o, positions, HEADS, TILE, HEAD_DIM)
+    if (position >= 0) & (position < table_rows):
+        cos, sin = rope_factors(cos_sin, position, HEAD_DIM, ROPE_DIM)
+        store_heads(values, bf16_bits(rotate(x, cos, -sin, HEAD_DIM, ROPE_DIM)), first, count, TILE, HEAD_DIM)
+    else:
+        store_zeros(values, first, count, TILE, HEAD_DIM)
