@@ -1,5 +1,6 @@
 """`fused_qnorm_rope_kv_rope_quant_insert` against float64: the heads, and the bytes of the cache."""
 
+import pathlib
 import re
 import types
 
@@ -280,6 +281,15 @@ def test_a_wrong_result_is_found(monkeypatch):
     with_flipped(0, 2, 2, 0)  # a padded head
     with_flipped(1, 0, 577)  # a value of row 1
     with_flipped(1, 1, 0)  # row 2, that no slot names
+
+
+def test_the_program_in_the_docs(capsys):
+    """It prints what its comment says."""
+    text = (pathlib.Path(__file__).parents[1] / "docs" / "ops.md").read_text()
+    (program,) = [p for p in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "fused_q_kv_rmsnorm" in p]
+    said = re.findall(r"^print\(.*\)  # (.*)$", program, re.MULTILINE)
+    exec(program, {})
+    assert said and capsys.readouterr().out.splitlines() == said
 
 
 def arguments(fmt="fp8_ds_mla"):

@@ -25,7 +25,7 @@ def implement(
     fmt = CACHE_FORMATS[cache_format]
     programs = triton.cdiv(padded_heads, TILE) + 1
     return launch(
-        _insert_kernel,
+        _qnorm_insert_kernel,
         tokens * programs,
         updates=("cache",),
         outputs={"out": out},
@@ -56,7 +56,7 @@ def implement(
 
 
 @triton.jit
-def _insert_kernel(
+def _qnorm_insert_kernel(
     q, kv, slots, positions, cos_sin, kv_scale, cache, out, pages, table_rows,
     PROGRAMS: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, TILE: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, EPS: tl.constexpr, FORMAT: tl.constexpr, PAGE_ROWS: tl.constexpr,

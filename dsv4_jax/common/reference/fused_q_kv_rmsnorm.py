@@ -44,7 +44,8 @@ def fused_q_kv_rmsnorm(
     q_weight = checks.array("q_weight", q_weight, (q.shape[1],), checks.FLOATS)
     kv_weight = checks.array("kv_weight", kv_weight, (kv.shape[1],), checks.FLOATS)
     eps = checks.positive("eps", eps)
-    return _op(q, kv, q_weight, kv_weight, implementation=implementation, eps=eps)
+    q, kv = _op(q, kv, q_weight, kv_weight, implementation=implementation, eps=eps)
+    return q, kv
 
 
 def implement(q, kv, q_weight, kv_weight, *, eps, platform):

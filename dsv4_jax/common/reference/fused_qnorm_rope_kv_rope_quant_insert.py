@@ -68,7 +68,7 @@ def fused_qnorm_rope_kv_rope_quant_insert(
     kv = checks.array("kv", kv, (tokens, HEAD_DIM), (jnp.bfloat16,))
     checks.one_of("cache_format", cache_format, FORMATS)
     fmt = CACHE_FORMATS[cache_format]
-    checks.at_least("page_rows", page_rows, 1)
+    page_rows = checks.at_least("page_rows", page_rows, 1)
     fmt.check_cache("cache", cache, page_rows)
     cache = checks.array("cache", cache, cache.shape, (fmt.dtype,))
     slots = checks.integers("slots", slots, (tokens,))
@@ -79,9 +79,9 @@ def fused_qnorm_rope_kv_rope_quant_insert(
         if heads > 128:
             raise ValueError(f"q has {heads} heads; above 128 padded_heads must be given")
         padded_heads = 64 if heads <= 64 else 128
-    checks.at_least("padded_heads", padded_heads, heads)
+    padded_heads = checks.at_least("padded_heads", padded_heads, heads)
     kv_scale = fmt.check_scale("kv_scale", kv_scale)
-    options = {"eps": eps, "padded_heads": int(padded_heads), "cache_format": cache_format, "page_rows": int(page_rows)}
+    options = {"eps": eps, "padded_heads": padded_heads, "cache_format": cache_format, "page_rows": page_rows}
     args = q, kv, cache, slots, positions, cos_sin, kv_scale
     cache, q = _op(*args, implementation=implementation, **options)
     return q, cache
