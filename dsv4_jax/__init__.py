@@ -11,9 +11,13 @@ from dsv4_jax.common.reference.compress_norm_rope_store import (
     compress_norm_rope_store_triton,
 )
 from dsv4_jax.common.reference.compute_global_topk_indices_and_lens import compute_global_topk_indices_and_lens
+from dsv4_jax.common.reference.dequantize_and_gather_k_cache import dequantize_and_gather_k_cache
+from dsv4_jax.common.reference.fused_indexer_q_rope_quant import fused_indexer_q_rope_quant
+from dsv4_jax.common.reference.fused_inv_rope_fp8_quant import fused_inv_rope_fp8_quant
 from dsv4_jax.common.reference.fused_q_kv_rmsnorm import fused_q_kv_rmsnorm
 from dsv4_jax.common.reference.fused_qnorm_rope_kv_rope_quant_insert import fused_qnorm_rope_kv_rope_quant_insert
 from dsv4_jax.common.reference.prepare_megamoe_inputs import prepare_megamoe_inputs
+from dsv4_jax.common.reference.quantize_and_insert_k_cache import quantize_and_insert_k_cache
 from dsv4_jax.common.reference.save_partial_states import save_partial_states
 from dsv4_jax.config import CompressorConfig
 from dsv4_jax.metadata import CompressorMetadata
@@ -44,12 +48,16 @@ __all__ = [
     "compress_norm_rope_store_cutedsl",
     "compress_norm_rope_store_triton",
     "compute_global_topk_indices_and_lens",
+    "dequantize_and_gather_k_cache",
+    "fused_indexer_q_rope_quant",
+    "fused_inv_rope_fp8_quant",
     "fused_kv_compress_norm_rope_insert_sparse_attn_cutedsl",
     "fused_q_kv_rmsnorm",
     "fused_qnorm_rope_kv_rope_quant_insert",
     "load_compressors",
     "norm_rope_insert_sparse_attn_cutedsl",
     "prepare_megamoe_inputs",
+    "quantize_and_insert_k_cache",
     "save_partial_states",
 ]
 

@@ -186,7 +186,7 @@ class CacheFormat:
         scale: jax.Array | None = None,
         dtype: jnp.dtype = jnp.float32,
     ) -> jax.Array:
-        """Dequantises the rows at `slots`: value times scale, a product in float32.
+        """Dequantises the rows at `slots`: value times scale, a product in float32; the scale byte 255 is NaN.
 
         Args:
           cache: as `allocate` returns it.
@@ -312,10 +312,11 @@ def _as_bf16(values):
 
 
 def _scaled(x, exponents):
-    # ldexp in two exact steps: 2**-127 is below the normal range.
+    # ldexp in two exact steps: 2**-127 is below the normal range. 128, the scale byte 255, is NaN.
     blocks = _blocks(x, x.shape[-1] // exponents.shape[-1])
     half = exponents // 2
-    return (blocks * pow2(half)[..., None] * pow2(exponents - half)[..., None]).reshape(x.shape)
+    rest = jnp.where(exponents == 128, jnp.nan, pow2(exponents - half))
+    return (blocks * pow2(half)[..., None] * rest[..., None]).reshape(x.shape)
 
 
 def _bytes(x):

@@ -4,6 +4,7 @@ import dataclasses
 
 import ml_dtypes
 import numpy as np
+import oracle
 
 KINDS = ("decode", "prefill", "chunked", "mixed")
 # Squares of these stay far from float32's largest value, below which RMSNorm's mean is finite and above infinite.
@@ -48,6 +49,29 @@ def random_bytes(rng, shape, dtype):
     """An array whose every byte is random, so that a write that should not be, shows; many floats are NaN."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return rng.integers(0, 256, size, np.uint8).view(dtype).reshape(shape)
+
+
+def hard_keys(name):
+    """Keys [N, D] float32 around every rounding edge, of all magnitudes, and not finite."""
+    fmt = oracle.FORMATS[name]
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((64, fmt.head_dim)) * 10.0 ** rng.integers(-30, 30, (64, 1))
+    mixed = rng.standard_normal((16, fmt.head_dim)) * 10.0 ** rng.integers(-6, 6, (16, fmt.head_dim))
+    # Halves of everything that a code can be, with a block's largest value at 448 or 6 so that the scale is a power.
+    grid = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    grid = np.sort(grid[np.isfinite(grid)])
+    halves = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2])
+    edges = np.resize(halves, (8, fmt.head_dim))
+    largest = fmt.largest or 448.0
+    edges *= largest / 448
+    edges[:, :: fmt.block or 64] = largest
+    powers = np.array([largest * 2.0**e * f for e in (-20, -1, 0, 1, 30) for f in (1, 1 + 2.0**-7, 1 - 2.0**-7)])
+    tops = np.zeros((len(powers), fmt.head_dim))
+    tops[:, :: fmt.block or 64] = powers[:, None]
+    odd = rng.standard_normal((8, fmt.head_dim))
+    odd[0, 3], odd[1, 3], odd[2, 3] = np.inf, -np.inf, np.nan
+    odd[3], odd[4], odd[5], odd[6] = np.nan, 0.0, -0.0, np.finfo(np.float32).max
+    return np.concatenate([keys, mixed, edges, tops, odd]).astype(np.float32)
 
 
 def empty_cache(rng, config, pages, page_bytes=None):

@@ -280,6 +280,29 @@ def _scales(fmt, e, count):
     return scales
 
 
+def decode(format_name, values, scales, scale=None):
+    """[N, D] float64 values of rows of bytes: the meaning of a format, said once more."""
+    with np.errstate(invalid="ignore"):
+        if format_name == "bf16":
+            return values.view(BF16).astype(np.float64)
+        if format_name == "fp8":
+            return values.view(FP8).astype(np.float64) * float(np.float32(scale))
+        if format_name == "indexer_fp8":
+            return values.view(FP8).astype(np.float64) * scales.view(np.float32)
+        if format_name == "indexer_mxfp4":
+            codes = np.stack([values & 15, values >> 4], axis=-1).reshape(len(values), 128)
+            numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * np.where(codes > 7, -1.0, 1.0)
+            return np.ldexp(numbers, np.repeat(scales.astype(int) - 127, 32, axis=1)) * _nan_of_255(scales, 32)
+        nope = values[:, :448].view(FP8).astype(np.float64)
+        nope = np.ldexp(nope, np.repeat(scales[:, :7].astype(int) - 127, 64, axis=1)) * _nan_of_255(scales[:, :7], 64)
+        rope = np.ascontiguousarray(values[:, 448:]).view(BF16).astype(np.float64)
+        return np.concatenate([nope, rope], axis=1)
+
+
+def _nan_of_255(scales, block):
+    return np.repeat(np.where(scales == 255, np.nan, 1.0), block, axis=1)
+
+
 def as_pages(cache):
     """A cache of any format as [pages, bytes of a page] uint8."""
     cache = np.ascontiguousarray(np.asarray(cache))

@@ -8,53 +8,11 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
-from batches import random_bytes
+from batches import hard_keys, random_bytes
 
 from dsv4_jax import CACHE_FORMATS
 
 NAMES = list(oracle.FORMATS)
-
-
-def decoded(name, values, scales, scale=None):
-    """[N, D] float64 values of rows of bytes: the meaning of a format, said once more."""
-    with np.errstate(invalid="ignore"):
-        if name == "bf16":
-            return values.view(ml_dtypes.bfloat16).astype(np.float64)
-        if name == "fp8":
-            return values.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * float(np.float32(scale))
-        if name == "indexer_fp8":
-            return values.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scales.view(np.float32)
-        if name == "indexer_mxfp4":
-            codes = np.stack([values & 15, values >> 4], axis=-1).reshape(len(values), 128)
-            numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * np.where(codes > 7, -1.0, 1.0)
-            return np.ldexp(numbers, np.repeat(scales.astype(int) - 127, 32, axis=1))
-        nope = values[:, :448].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-        nope = np.ldexp(nope, np.repeat(scales[:, :7].astype(int) - 127, 64, axis=1))
-        rope = np.ascontiguousarray(values[:, 448:]).view(ml_dtypes.bfloat16).astype(np.float64)
-        return np.concatenate([nope, rope], axis=1)
-
-
-def hard_keys(name):
-    """Keys [N, D] float32 around every rounding edge, of all magnitudes, and not finite."""
-    fmt = oracle.FORMATS[name]
-    rng = np.random.default_rng(0)
-    keys = rng.standard_normal((64, fmt.head_dim)) * 10.0 ** rng.integers(-30, 30, (64, 1))
-    mixed = rng.standard_normal((16, fmt.head_dim)) * 10.0 ** rng.integers(-6, 6, (16, fmt.head_dim))
-    # Halves of everything that a code can be, with a block's largest value at 448 or 6 so that the scale is a power.
-    grid = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    grid = np.sort(grid[np.isfinite(grid)])
-    halves = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2])
-    edges = np.resize(halves, (8, fmt.head_dim))
-    largest = fmt.largest or 448.0
-    edges *= largest / 448
-    edges[:, :: fmt.block or 64] = largest
-    powers = np.array([largest * 2.0**e * f for e in (-20, -1, 0, 1, 30) for f in (1, 1 + 2.0**-7, 1 - 2.0**-7)])
-    tops = np.zeros((len(powers), fmt.head_dim))
-    tops[:, :: fmt.block or 64] = powers[:, None]
-    odd = rng.standard_normal((8, fmt.head_dim))
-    odd[0, 3], odd[1, 3], odd[2, 3] = np.inf, -np.inf, np.nan
-    odd[3], odd[4], odd[5], odd[6] = np.nan, 0.0, -0.0, np.finfo(np.float32).max
-    return np.concatenate([keys, mixed, edges, tops, odd]).astype(np.float32)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -123,7 +81,7 @@ def test_unpack(name):
     packed = oracle.store(name, oracle.as_pages(empty), values, scales, slots, page_rows)
     cache = jnp.asarray(packed.view(empty.dtype).reshape(empty.shape))
     got = fmt.unpack(cache, jnp.asarray(slots), page_rows, scale=scale)
-    want = decoded(name, values, scales, scale)
+    want = oracle.decode(name, values, scales, scale)
     with np.errstate(over="ignore"):
         want = want.astype(np.float32)
     # Subnormal float32 values may be flushed to zero; everything else is exact.

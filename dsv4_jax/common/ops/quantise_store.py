@@ -1,4 +1,4 @@
-"""Triton: a finished key becomes bytes in its page; one helper a cache format.
+"""Triton: finished keys become bytes in their pages; one helper a cache format.
 
 The rounding rules are those of `dsv4_jax.cache.CacheFormat.pack`.
 """
@@ -13,55 +13,97 @@ def store_key(
     FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr, PAGE_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Quantises a key `[HEAD_DIM]` float32 and stores it at its slot of a cache of `FORMAT`."""
-    page = kv_cache.to(tl.pointer_type(tl.uint8)) + (slot // KV_PAGE_ROWS).to(tl.int64) * PAGE_BYTES
-    row = slot % KV_PAGE_ROWS
-    if FORMAT == "fp8_ds_mla":
-        _store_fp8_ds_mla(x, page, row, HEAD_DIM, KV_PAGE_ROWS)
-    elif FORMAT == "indexer_fp8":
-        _store_indexer_fp8(x, page, row, HEAD_DIM, KV_PAGE_ROWS)
-    elif FORMAT == "indexer_mxfp4":
-        _store_indexer_mxfp4(x, page, row, HEAD_DIM, KV_PAGE_ROWS)
-    elif FORMAT == "bf16":
-        channels = tl.arange(0, HEAD_DIM)
-        tl.store(page.to(tl.pointer_type(tl.int16)) + row * HEAD_DIM + channels, bf16_bits(x))
-    else:
-        tl.static_assert(FORMAT == "fp8")
-        channels = tl.arange(0, HEAD_DIM)
-        tl.store(page + row * HEAD_DIM + channels, fp8_code(tl.div_rn(x, tl.load(kv_scale))))
+    slots = slot + tl.zeros((1,), tl.int32)
+    store_keys(x, slots, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES, 1)
 
 
 @triton.jit
-def _store_fp8_ds_mla(x, page, row, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr):
+def store_keys(
+    x, slots, kv_cache, kv_scale,
+    FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Quantises keys `[ROWS * HEAD_DIM]` float32 and stores them at their slots `[ROWS]`, but for negative slots."""
+    page = (kv_cache.to(tl.pointer_type(tl.uint8)) + (slots // KV_PAGE_ROWS).to(tl.int64) * PAGE_BYTES)[:, None]
+    row = (slots % KV_PAGE_ROWS).to(tl.int64)[:, None]
+    wanted = (slots >= 0)[:, None]
+    channels = tl.arange(0, HEAD_DIM)[None, :]
+    if FORMAT == "fp8_ds_mla":
+        _store_fp8_ds_mla(x, page, row, wanted, HEAD_DIM, KV_PAGE_ROWS, ROWS)
+    elif FORMAT == "indexer_fp8":
+        _store_indexer_fp8(x, page, row, wanted, HEAD_DIM, KV_PAGE_ROWS, ROWS)
+    elif FORMAT == "indexer_mxfp4":
+        _store_indexer_mxfp4(x, page, row, wanted, HEAD_DIM, KV_PAGE_ROWS, ROWS)
+    elif FORMAT == "bf16":
+        values = page.to(tl.pointer_type(tl.int16)) + row * HEAD_DIM
+        tl.store(values + channels, tl.reshape(bf16_bits(x), (ROWS, HEAD_DIM)), mask=wanted)
+    else:
+        tl.static_assert(FORMAT == "fp8")
+        code = fp8_code(tl.div_rn(x, tl.load(kv_scale)))
+        tl.store(page + row * HEAD_DIM + channels, tl.reshape(code, (ROWS, HEAD_DIM)), mask=wanted)
+
+
+@triton.jit
+def _store_fp8_ds_mla(
+    x, page, row, wanted, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
     ROPE_DIM: tl.constexpr = 64
     NOPE_DIM: tl.constexpr = HEAD_DIM - ROPE_DIM
     VALUE_BYTES: tl.constexpr = NOPE_DIM + 2 * ROPE_DIM
-    channels = tl.arange(0, HEAD_DIM)
+    BLOCKS: tl.constexpr = HEAD_DIM // 64
+    channels = tl.arange(0, HEAD_DIM)[None, :]
     values = page + row * VALUE_BYTES
     # The RoPE part is its own eighth block of 64: computed with the others, not stored.
-    scaled, exponents = scale_blocks(round_bf16(x), 64, 448.0, 1e-4, HEAD_DIM)
-    tl.store(values + channels, fp8_code(scaled), mask=channels < NOPE_DIM)
+    scaled, exponents = scale_blocks(round_bf16(x), 64, 448.0, 1e-4, ROWS * HEAD_DIM)
+    tl.store(values + channels, tl.reshape(fp8_code(scaled), (ROWS, HEAD_DIM)), mask=wanted & (channels < NOPE_DIM))
     rope = (values + NOPE_DIM).to(tl.pointer_type(tl.int16)) + (channels - NOPE_DIM)
-    tl.store(rope, bf16_bits(x), mask=channels >= NOPE_DIM)
-    block = tl.arange(0, HEAD_DIM // 64)
-    scale = tl.where(block < NOPE_DIM // 64, exponents + 127, 0)
-    tl.store(page + KV_PAGE_ROWS * VALUE_BYTES + row * 8 + block, scale.to(tl.uint8))
+    tl.store(rope, tl.reshape(bf16_bits(x), (ROWS, HEAD_DIM)), mask=wanted & (channels >= NOPE_DIM))
+    block = tl.arange(0, BLOCKS)[None, :]
+    scale = tl.where(block < NOPE_DIM // 64, tl.reshape(exponents, (ROWS, BLOCKS)) + 127, 0)
+    tl.store(page + KV_PAGE_ROWS * VALUE_BYTES + row * BLOCKS + block, scale.to(tl.uint8), mask=wanted)
 
 
 @triton.jit
-def _store_indexer_fp8(x, page, row, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr):
-    scaled, exponents = scale_blocks(round_bf16(x), HEAD_DIM, 448.0, 1e-4, HEAD_DIM)
-    tl.store(page + row * HEAD_DIM + tl.arange(0, HEAD_DIM), fp8_code(scaled))
+def _store_indexer_fp8(
+    x, page, row, wanted, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    scaled, exponents = scale_blocks(round_bf16(x), HEAD_DIM, 448.0, 1e-4, ROWS * HEAD_DIM)
+    code = tl.reshape(fp8_code(scaled), (ROWS, HEAD_DIM))
+    tl.store(page + row * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], code, mask=wanted)
     scales = (page + KV_PAGE_ROWS * HEAD_DIM).to(tl.pointer_type(tl.int32))
-    tl.store(scales + row + tl.arange(0, 1), (exponents + 127) << 23)
+    tl.store(scales + row, (exponents[:, None] + 127) << 23, mask=wanted)
 
 
 @triton.jit
-def _store_indexer_mxfp4(x, page, row, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr):
-    scaled, exponents = scale_blocks(round_bf16(x), 32, 6.0, 7.052966104933725e-38, HEAD_DIM)  # 6 * 2**-126
-    low, high = tl.split(tl.reshape(e2m1_code(scaled), (HEAD_DIM // 2, 2)))
-    tl.store(page + row * (HEAD_DIM // 2) + tl.arange(0, HEAD_DIM // 2), (low | (high << 4)).to(tl.uint8))
-    scales = page + KV_PAGE_ROWS * (HEAD_DIM // 2) + row * (HEAD_DIM // 32)
-    tl.store(scales + tl.arange(0, HEAD_DIM // 32), (exponents + 127).to(tl.uint8))
+def _store_indexer_mxfp4(
+    x, page, row, wanted, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    HALF: tl.constexpr = HEAD_DIM // 2
+    BLOCKS: tl.constexpr = HEAD_DIM // 32
+    values, exponents = quantise_mxfp4(x, ROWS * HEAD_DIM)
+    tl.store(page + row * HALF + tl.arange(0, HALF)[None, :], tl.reshape(values, (ROWS, HALF)), mask=wanted)
+    scales = page + KV_PAGE_ROWS * HALF + row * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+    tl.store(scales, (tl.reshape(exponents, (ROWS, BLOCKS)) + 127).to(tl.uint8), mask=wanted)
+
+
+@triton.jit
+def quantise_mxfp4(x, DIM: tl.constexpr):
+    """x `[DIM]` as bytes of two E2M1, the even channel in the low nibble, and each 32 channels' scale exponent."""
+    x, exponents = scale_blocks(round_bf16(x), 32, 6.0, 7.052966104933725e-38, DIM)  # 6 * 2**-126
+    if tl.max(exponents, axis=0) >= 126:  # where an infinity or a NaN may be
+        x = tl.where(x != x, 6.0, tl.clamp(x, -6.0, 6.0))
+    # The codes 0 to 7 as a function of their values are concave: of slope 2 up to 2, 1 up to 4, then 1/2. A sum with
+    # 2**23 rounds to an integer, nearest, ties to even, in its low bits.
+    a = tl.abs(x)
+    rounded = tl.minimum(_bits(a * 2.0 + 8388608.0), tl.minimum(_bits(a + 8388610.0), _bits(a * 0.5 + 8388612.0)))
+    code = rounded | ((_bits(x) >> 28) & 8)
+    low, high = tl.split(tl.reshape(code, (DIM // 2, 2)))
+    return (low | (high << 4)).to(tl.uint8), exponents
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -96,16 +138,14 @@ def fp8_code(x):
 
 
 @triton.jit
-def bf16_bits(x):
-    """The bits of x as bfloat16, int16; NaN is 0x7FC0."""
-    return tl.where(x != x, 0x7FC0, x.to(tl.bfloat16).to(tl.int16, bitcast=True)).to(tl.int16)
+def scaled_fp8_code(scaled, exponents):
+    """`fp8_code` of what `scale_blocks` gives: finite values are at most 448 then."""
+    if tl.max(exponents, axis=0) >= 120:  # where an infinity or a NaN may be
+        scaled = tl.where(scaled != scaled, float("nan"), tl.clamp(scaled, -448.0, 448.0))
+    return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
-def e2m1_code(x):
-    """The E2M1 code of x: nearest, ties to even, saturating at 6; NaN is 7. By comparison with the midpoints."""
-    a = tl.abs(x)
-    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a >= 1.75).to(tl.int32)
-    code += (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
-    code |= (x.to(tl.int32, bitcast=True) >> 28) & 8
-    return tl.where(x != x, 7, code)
+def bf16_bits(x):
+    """The bits of x as bfloat16, int16; NaN is 0x7FC0."""
+    return tl.where(x != x, 0x7FC0, x.to(tl.bfloat16).to(tl.int16, bitcast=True)).to(tl.int16)
