@@ -9,14 +9,19 @@ import jax.numpy as jnp
 from dsv4_jax.cache import CACHE_FORMATS
 from dsv4_jax.common.reference.combine_topk_swa_indices import combine_topk_swa_indices
 from dsv4_jax.common.reference.compute_global_topk_indices_and_lens import compute_global_topk_indices_and_lens
+from dsv4_jax.common.reference.dequantize_and_gather_k_cache import dequantize_and_gather_k_cache
+from dsv4_jax.common.reference.fused_indexer_q_rope_quant import fused_indexer_q_rope_quant
+from dsv4_jax.common.reference.fused_inv_rope_fp8_quant import fused_inv_rope_fp8_quant
 from dsv4_jax.common.reference.fused_q_kv_rmsnorm import fused_q_kv_rmsnorm
 from dsv4_jax.common.reference.fused_qnorm_rope_kv_rope_quant_insert import fused_qnorm_rope_kv_rope_quant_insert
 from dsv4_jax.common.reference.prepare_megamoe_inputs import prepare_megamoe_inputs
+from dsv4_jax.common.reference.quantize_and_insert_k_cache import quantize_and_insert_k_cache
 
 # Of DeepSeek-V4 Flash.
 HIDDEN = 4096
 EXPERTS, EXPERTS_PER_TOKEN = 256, 6
 HEADS, HEAD_DIM, ROPE_DIM, Q_LORA_RANK = 64, 512, 64, 1024
+INDEX_HEADS, INDEX_HEAD_DIM, OUTPUT_GROUPS = 64, 128, 8
 TOPK, WINDOW, RATIO, PAGE_ROWS = 512, 128, 4, 64
 
 
@@ -82,6 +87,51 @@ def _compute_global_topk_indices_and_lens(tokens, key):
     return _once_each(op, inputs)
 
 
+def _dequantize_and_gather_k_cache(tokens, key, cache_format="fp8_ds_mla"):
+    """All rows of four requests, of T together, from pages in any order."""
+    keys = jax.random.split(key, 2)
+    fmt = CACHE_FORMATS[cache_format]
+    rows = -(-tokens // 4)
+    columns = -(-rows // PAGE_ROWS)
+    cache = fmt.allocate(4 * columns, PAGE_ROWS)
+    bits = jax.random.bits(keys[0], cache.shape, f"uint{8 * cache.dtype.itemsize}")
+    inputs = (
+        jax.lax.bitcast_convert_type(bits, cache.dtype),
+        jnp.full(4, rows, jnp.int32),
+        jax.random.permutation(keys[1], 4 * columns).astype(jnp.int32).reshape(4, columns),
+    )
+    carry = jnp.zeros((4, rows, fmt.head_dim), jnp.bfloat16)
+    options = {"page_rows": PAGE_ROWS, "cache_format": cache_format, "kv_scale": 0.5 if fmt.needs_scale else None}
+
+    def run(carry, inputs):
+        return dequantize_and_gather_k_cache(*inputs, out=carry, **options)
+
+    return Workload(run, carry, inputs, carry.nbytes + 4 * rows * fmt.row_bytes + inputs[2].nbytes)
+
+
+def _fused_indexer_q_rope_quant(tokens, key, use_fp4=False):
+    keys = jax.random.split(key, 3)
+    inputs = (
+        jnp.arange(tokens, dtype=jnp.int32),
+        jax.random.normal(keys[0], (tokens, INDEX_HEADS, INDEX_HEAD_DIM), jnp.bfloat16),
+        jax.random.normal(keys[1], (tokens, ROPE_DIM)),
+        jax.random.normal(keys[2], (tokens, INDEX_HEADS), jnp.bfloat16),
+    )
+    scales = INDEX_HEAD_DIM**-0.5, INDEX_HEADS**-0.5
+    return _once_each(lambda inputs: fused_indexer_q_rope_quant(*inputs, *scales, use_fp4), inputs)
+
+
+def _fused_inv_rope_fp8_quant(tokens, key, **options):
+    keys = jax.random.split(key, 2)
+    inputs = (
+        jax.random.normal(keys[0], (tokens, HEADS, HEAD_DIM), jnp.bfloat16),
+        jnp.arange(tokens, dtype=jnp.int32),
+        jax.random.normal(keys[1], (tokens, ROPE_DIM)),
+    )
+    groups = OUTPUT_GROUPS, HEADS // OUTPUT_GROUPS
+    return _once_each(lambda inputs: fused_inv_rope_fp8_quant(*inputs, *groups, **options), inputs)
+
+
 def _fused_q_kv_rmsnorm(tokens, key):
     keys = jax.random.split(key, 4)
     inputs = (
@@ -129,6 +179,28 @@ def _prepare_megamoe_inputs(tokens, key):
     return _once_each(lambda inputs: prepare_megamoe_inputs(*inputs), inputs)
 
 
+def _quantize_and_insert_k_cache(tokens, key, cache_format="fp8_ds_mla"):
+    """Keys into pages in any order."""
+    keys = jax.random.split(key, 2)
+    fmt = CACHE_FORMATS[cache_format]
+    pages = -(-tokens // PAGE_ROWS)
+    row = jnp.arange(tokens, dtype=jnp.int32)
+    table = jax.random.permutation(keys[1], pages).astype(jnp.int32)
+    inputs = (
+        jax.random.normal(keys[0], (tokens, fmt.head_dim), jnp.bfloat16),
+        table[row // PAGE_ROWS] * PAGE_ROWS + row % PAGE_ROWS,
+    )
+    options = {"page_rows": PAGE_ROWS, "cache_format": cache_format, "kv_scale": 0.5 if fmt.needs_scale else None}
+
+    def run(carry, inputs):
+        k, slots = inputs
+        return quantize_and_insert_k_cache(k, carry, slots, **options)
+
+    k, slots = inputs
+    moved = k.nbytes + slots.nbytes + tokens * fmt.row_bytes
+    return Workload(run, fmt.allocate(pages, PAGE_ROWS), inputs, moved)
+
+
 def _once_each(op, inputs):
     """The workload of an op that reads all its inputs once, and returns new arrays."""
     carry = op(inputs)
@@ -140,7 +212,11 @@ def _once_each(op, inputs):
 WORKLOADS: dict[str, Callable] = {
     "combine_topk_swa_indices": _combine_topk_swa_indices,
     "compute_global_topk_indices_and_lens": _compute_global_topk_indices_and_lens,
+    "dequantize_and_gather_k_cache": _dequantize_and_gather_k_cache,
+    "fused_indexer_q_rope_quant": _fused_indexer_q_rope_quant,
+    "fused_inv_rope_fp8_quant": _fused_inv_rope_fp8_quant,
     "fused_q_kv_rmsnorm": _fused_q_kv_rmsnorm,
     "fused_qnorm_rope_kv_rope_quant_insert": _fused_qnorm_rope_kv_rope_quant_insert,
     "prepare_megamoe_inputs": _prepare_megamoe_inputs,
+    "quantize_and_insert_k_cache": _quantize_and_insert_k_cache,
 }
