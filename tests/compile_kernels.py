@@ -18,12 +18,14 @@ from dsv4_jax.common.ops import (
     compress,
     compress_norm_rope_store,
     compute_global_topk_indices_and_lens,
+    dequantize_and_gather_k_cache,
     fused_indexer_q_rope_quant,
     fused_inv_rope_fp8_quant,
     fused_q_kv_rmsnorm,
     fused_qnorm_rope_kv_rope_quant_insert,
     launch,
     prepare_megamoe_inputs,
+    quantize_and_insert_k_cache,
     save_partial_states,
 )
 
@@ -70,6 +72,7 @@ def compile_launches(target: GPUTarget) -> dict:
     jax.eval_shape(_megamoe)
     jax.eval_shape(_rotated_heads)
     jax.eval_shape(_normalised_queries)
+    jax.eval_shape(_keys_in_and_out)
     return compiled
 
 
@@ -171,6 +174,20 @@ def _normalised_queries():
         options = {"padded_heads": padded_heads, "cache_format": fmt, "page_rows": 64, "eps": 1e-6, "platform": "cuda"}
         arrays = q, kv, cache, indices, indices, jnp.zeros((20, 64)), scale
         fused_qnorm_rope_kv_rope_quant_insert.implement(*arrays, **options)
+
+
+def _keys_in_and_out():
+    """Keys into a cache and out of it; one page of rows that 4-byte alignment alone allows, too."""
+    i32 = lambda *shape: jnp.zeros(shape, jnp.int32)
+    for name, fmt in CACHE_FORMATS.items():
+        scale = jnp.float32(1) if fmt.needs_scale else None
+        for page_rows, dtype in ((64, jnp.bfloat16), (3, jnp.float32)):
+            options = {"cache_format": name, "page_rows": page_rows, "platform": "cuda"}
+            k, out = jnp.zeros((9, fmt.head_dim), dtype), jnp.zeros((2, 300, fmt.head_dim), jnp.bfloat16)
+            cache = fmt.allocate(8, page_rows, page_bytes=page_rows * fmt.row_bytes if fmt.packed else None)
+            quantize_and_insert_k_cache.implement(k, cache, i32(9), scale, **options)
+            arrays = cache, i32(2), i32(2, 5), i32(2), i32(), out
+            dequantize_and_gather_k_cache.implement(*arrays, scale, **options)
 
 
 if __name__ == "__main__":
