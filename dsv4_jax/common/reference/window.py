@@ -1,9 +1,9 @@
 """From a window of states to a finished key: gather, softmax-sum, RMSNorm, RoPE. Plain JAX, before quantisation."""
 
-import jax
 import jax.numpy as jnp
 
 from dsv4_jax.common.reference import online
+from dsv4_jax.common.reference.rms_norm import rms_norm
 from dsv4_jax.common.reference.rope import rope
 
 
@@ -35,9 +35,7 @@ def normalised_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, 
         kv, score, present = _window(kv_score, ape, state_cache, metadata.window_slots, row, in_batch, config)
         c = _softmax_sum(kv, score, present)
         closes &= present.any(axis=1)
-    # A row with a channel that is not finite is all NaN.
-    c = jnp.where(jnp.isfinite(c).all(axis=1, keepdims=True), c, jnp.nan)
-    keys = _rms_norm(c, norm_weight, config.eps)
+    keys = rms_norm(c, norm_weight, config.eps)
     # At the position of the window's first own token.
     return rope(keys, cos_sin, position // m * m), jnp.where(closes, slot, -1)
 
@@ -82,7 +80,3 @@ def _softmax_sum(kv, score, present):
     score = jnp.where(present[..., None], score, -jnp.inf)
     weight = jnp.exp(score - score.max(axis=1, keepdims=True))
     return (weight * kv).sum(axis=1) / weight.sum(axis=1)
-
-
-def _rms_norm(c, norm_weight, eps):
-    return c * jax.lax.rsqrt((c * c).mean(axis=1, keepdims=True) + eps) * norm_weight.astype(jnp.float32)
