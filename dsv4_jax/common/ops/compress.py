@@ -2,7 +2,7 @@
 
 A program holds all rows of a window, for all channels of a short window (CSA, the indexer), for a block of them of a
 long one (HCA), where few windows close and each is large. Short windows are finished in the same program; long ones by
-a second kernel, since RMSNorm wants all channels. The programs after those of the windows save states.
+a second kernel, since RMSNorm wants all channels. Other programs of the same launch save states.
 """
 
 import jax
@@ -12,9 +12,9 @@ import triton.language as tl
 
 from dsv4_jax.common.ops import online
 from dsv4_jax.common.ops.launch import launch
-from dsv4_jax.common.ops.norm_rope import norm_rope
+from dsv4_jax.common.ops.norm_rope import key_factors, norm_rope
 from dsv4_jax.common.ops.quantise_store import store_key
-from dsv4_jax.common.ops.save_partial_states import save_row
+from dsv4_jax.common.ops.save_partial_states import save_rows
 from dsv4_jax.common.ops.window import TILE, closing_window, has_rows, load_window, softmax_sum
 
 
@@ -48,6 +48,7 @@ def implement(
         "positions": metadata.positions,
         "slot_mapping": metadata.slot_mapping,
         "windows": windows,
+        "saved": saved,
     }
     keys = {
         "kv_cache": kv_cache,
@@ -63,6 +64,7 @@ def implement(
         "KV_PAGE_ROWS": config.kv_page_rows,
         "FROM_BATCH": from_batch,
     }
+    task = {"SAVE": save, "ROWS": min(4, config.compress_ratio) if save == "all" else 1}
     store = {
         "FORMAT": config.cache_format,
         "PAGE_BYTES": kv_cache.shape[1] if config.format.packed else config.kv_page_rows * config.format.value_bytes,
@@ -74,10 +76,10 @@ def implement(
         updates = ("kv_cache",) if save == "none" else ("state_cache", "kv_cache")
         results = launch(
             _compress_store_kernel,
-            windows + saved,
+            _programs(windows, saved, 1, config.compress_ratio, **task),
             updates=updates,
             num_warps=max(1, config.head_dim // 128),
-            constants={**shape, **store, "SAVE": save},
+            constants={**shape, **store, **task},
             **window,
             **states,
             **keys,
@@ -87,11 +89,11 @@ def implement(
     compressed = jax.ShapeDtypeStruct((max(1, windows), config.head_dim), jnp.float32)
     results = launch(
         _compress_kernel,
-        windows * (config.head_dim // block) + saved,
+        _programs(windows, saved, config.head_dim // block, config.compress_ratio, **task),
         updates=() if save == "none" else ("state_cache",),
         outputs={"compressed": compressed},
         num_warps=4,
-        constants={**shape, "SAVE": save, "BLOCK": block},
+        constants={**shape, **task, "BLOCK": block},
         **window,
         **states,
     )
@@ -116,63 +118,66 @@ def implement(
 def _compress_store_kernel(
     closing, window_slots, kv_score, ape, state_cache, saving, positions, slot_mapping,
     kv_cache, norm_weight, cos_sin, kv_scale,
-    tokens, state_pages, kv_pages, table_rows, windows,
+    tokens, state_pages, kv_pages, table_rows, windows, saved,
     RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
     KV_PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr, FORMAT: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    EPS: tl.constexpr, ROPE_DIM: tl.constexpr, SAVE: tl.constexpr,
+    EPS: tl.constexpr, ROPE_DIM: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = HEAD_DIM * (2 if OVERLAP else 1)
     WINDOW: tl.constexpr = RATIO * (2 if OVERLAP else 1)
-    index = tl.program_id(0)
-    if index < windows:
+    is_window, index, _, first = _task(windows, saved, 1, RATIO, SAVE, ROWS)
+    if is_window:
+        # At once with the plan, whether needed or not.
+        slots = tl.load(window_slots + index * WINDOW + tl.arange(0, WINDOW))
         row, position, slot, in_batch, valid = closing_window(
             index, closing, tokens, kv_pages, table_rows, RATIO, KV_PAGE_ROWS, FROM_BATCH
         )  # fmt: skip
-        window_slots += index * WINDOW
         if not FROM_BATCH:
-            valid &= has_rows(window_slots, state_pages, WINDOW, PAGE_ROWS)
+            valid &= has_rows(slots, state_pages, PAGE_ROWS)
         if valid:
+            weight, cos, sin = key_factors(position, norm_weight, cos_sin, HEAD_DIM, RATIO, ROPE_DIM)
             kv, score = load_window(
-                tl.arange(0, WINDOW), tl.arange(0, HEAD_DIM), kv_score, ape, state_cache, row, in_batch, window_slots,
-                state_pages, RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH,
+                slots, tl.arange(0, HEAD_DIM), kv_score, ape, state_cache, row, in_batch, state_pages, RATIO,
+                HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH,
             )  # fmt: skip
-            key = norm_rope(softmax_sum(kv, score), position, norm_weight, cos_sin, EPS, HEAD_DIM, RATIO, ROPE_DIM)
+            key = norm_rope(softmax_sum(kv, score), weight, cos, sin, EPS, HEAD_DIM, ROPE_DIM)
             store_key(key, slot, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
     else:
         _save(
-            index - windows, kv_score, ape, positions, slot_mapping, saving, state_cache, tokens, state_pages,
-            RATIO, WIDTH, PAGE_ROWS, SAVE,
+            first, kv_score, ape, positions, slot_mapping, saving, state_cache, tokens, saved, state_pages,
+            RATIO, WIDTH, PAGE_ROWS, SAVE, ROWS,
         )  # fmt: skip
 
 
 @triton.jit
 def _compress_kernel(
     closing, window_slots, kv_score, ape, state_cache, saving, positions, slot_mapping, compressed,
-    tokens, state_pages, kv_pages, table_rows, windows,
+    tokens, state_pages, kv_pages, table_rows, windows, saved,
     RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    KV_PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr, SAVE: tl.constexpr, BLOCK: tl.constexpr,
+    KV_PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Softmax-sum of one block of a window's channels, into `compressed[window, HEAD_DIM]`."""
     WIDTH: tl.constexpr = HEAD_DIM * (2 if OVERLAP else 1)
     WINDOW: tl.constexpr = RATIO * (2 if OVERLAP else 1)
     BLOCKS: tl.constexpr = HEAD_DIM // BLOCK
-    pid = tl.program_id(0)
-    index = pid // BLOCKS
-    if index < windows:
+    is_window, index, block, first = _task(windows, saved, BLOCKS, RATIO, SAVE, ROWS)
+    if is_window:
+        # At once with the plan, whether needed or not.
+        slots = tl.load(window_slots + index * WINDOW + tl.arange(0, WINDOW))
+        channels = block * BLOCK + tl.arange(0, BLOCK)
         row, _, _, in_batch, valid = closing_window(
             index, closing, tokens, kv_pages, table_rows, RATIO, KV_PAGE_ROWS, FROM_BATCH
         )  # fmt: skip
         if valid:
-            channels = pid % BLOCKS * BLOCK + tl.arange(0, BLOCK)
             kv, score = load_window(
-                tl.arange(0, WINDOW), channels, kv_score, ape, state_cache, row, in_batch,
-                window_slots + index * WINDOW, state_pages, RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH,
+                slots, channels, kv_score, ape, state_cache, row, in_batch, state_pages, RATIO, HEAD_DIM, OVERLAP,
+                PAGE_ROWS, FROM_BATCH,
             )  # fmt: skip
             tl.store(compressed + index * HEAD_DIM + channels, softmax_sum(kv, score))
     else:
         _save(
-            pid - windows * BLOCKS, kv_score, ape, positions, slot_mapping, saving, state_cache, tokens, state_pages,
-            RATIO, WIDTH, PAGE_ROWS, SAVE,
+            first, kv_score, ape, positions, slot_mapping, saving, state_cache, tokens, saved, state_pages,
+            RATIO, WIDTH, PAGE_ROWS, SAVE, ROWS,
         )  # fmt: skip
 
 
@@ -187,33 +192,64 @@ def _store_kernel(
     """Finishes a compressed window and stores its key."""
     WINDOW: tl.constexpr = RATIO * (2 if OVERLAP else 1)
     index = tl.program_id(0)
+    # Ahead of the plan, which says whether it counts.
+    c = tl.load(compressed + index * HEAD_DIM + tl.arange(0, HEAD_DIM))
     _, position, slot, _, valid = closing_window(
         index, closing, tokens, kv_pages, table_rows, RATIO, KV_PAGE_ROWS, FROM_BATCH
     )  # fmt: skip
     if not FROM_BATCH:
-        valid &= has_rows(window_slots + index * WINDOW, state_pages, WINDOW, PAGE_ROWS)
+        slots = tl.load(window_slots + index * WINDOW + tl.arange(0, WINDOW))
+        valid &= has_rows(slots, state_pages, PAGE_ROWS)
     if valid:
-        c = tl.load(compressed + index * HEAD_DIM + tl.arange(0, HEAD_DIM))
-        key = norm_rope(c, position, norm_weight, cos_sin, EPS, HEAD_DIM, RATIO, ROPE_DIM)
+        weight, cos, sin = key_factors(position, norm_weight, cos_sin, HEAD_DIM, RATIO, ROPE_DIM)
+        key = norm_rope(c, weight, cos, sin, EPS, HEAD_DIM, ROPE_DIM)
         store_key(key, slot, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
+
+
+def _programs(windows, saved, blocks, ratio, SAVE, ROWS):
+    """How many programs `_task` gives work to."""
+    if SAVE == "all":
+        return max(windows, -(-saved // ratio)) * (blocks + ratio // ROWS)
+    return windows * blocks + saved
+
+
+@triton.jit
+def _task(windows, saved, BLOCKS: tl.constexpr, RATIO: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr):
+    """What this program does: whether a block of a window, which window, which block; else, the first row it saves."""
+    pid = tl.program_id(0)
+    if SAVE == "all":
+        # After each window's programs those that save the rows of one more: the L2 cache still has them.
+        UNIT: tl.constexpr = BLOCKS + RATIO // ROWS
+        index = pid // UNIT
+        block = pid % UNIT
+        is_window = (block < BLOCKS) & (index < windows)
+        first = tl.where(block < BLOCKS, saved, index * RATIO + (block - BLOCKS) * ROWS)
+    else:
+        index = pid // BLOCKS
+        block = pid % BLOCKS
+        is_window = index < windows
+        first = pid - windows * BLOCKS
+    return is_window, index, block, first
 
 
 @triton.jit
 def _save(
-    index, kv_score, ape, positions, slot_mapping, saving, state_cache, tokens, state_pages,
-    RATIO: tl.constexpr, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr, SAVE: tl.constexpr,
+    first, kv_score, ape, positions, slot_mapping, saving, state_cache, tokens, saved, state_pages,
+    RATIO: tl.constexpr, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Saves the state of the batch row that the plan names (`SAVE="tail"`), or of every one (`"all"`)."""
+    """Saves the states of the batch rows that the plan names (`SAVE="tail"`), or of every one (`"all"`)."""
+    entry = first + tl.arange(0, ROWS)
+    there = entry < saved
     if SAVE == "tail":
-        row = tl.load(saving + index * 3)
-        position = tl.load(saving + index * 3 + 1)
-        slot = tl.load(saving + index * 3 + 2)
+        row = tl.load(saving + entry * 3, mask=there, other=-1)
+        position = tl.load(saving + entry * 3 + 1, mask=there, other=-1)
+        slot = tl.load(saving + entry * 3 + 2, mask=there, other=-1)
     else:
-        row = index
-        position = tl.load(positions + index)
-        slot = tl.load(slot_mapping + index)
-    if (row >= 0) & (row < tokens):
-        save_row(
-            row, position, slot, kv_score, kv_score + WIDTH, 2 * WIDTH, ape, state_cache, state_pages,
-            RATIO, WIDTH, PAGE_ROWS,
-        )  # fmt: skip
+        row = entry
+        position = tl.load(positions + entry, mask=there, other=-1)
+        slot = tl.load(slot_mapping + entry, mask=there, other=-1)
+    position = tl.where((row >= 0) & (row < tokens), position, -1)
+    save_rows(
+        row, position, slot, kv_score, kv_score + WIDTH, 2 * WIDTH, ape, state_cache, state_pages,
+        RATIO, WIDTH, PAGE_ROWS,
+    )  # fmt: skip

@@ -7,19 +7,17 @@ from dsv4_jax.common.ops.rope import rope_factors, rotate
 
 
 @triton.jit
-def norm_rope(
-    c, position, norm_weight, cos_sin,
-    EPS: tl.constexpr, HEAD_DIM: tl.constexpr, RATIO: tl.constexpr, ROPE_DIM: tl.constexpr,
-):  # fmt: skip
-    """The finished key `[HEAD_DIM]` float32. A channel of c that is not finite makes all of it NaN."""
-    # All loads come before the sum, whose barrier they would wait behind.
+def key_factors(position, norm_weight, cos_sin, HEAD_DIM: tl.constexpr, RATIO: tl.constexpr, ROPE_DIM: tl.constexpr):
+    """Norm weight, cos and sin of the key that a position closes; loaded before the window, they arrive with it."""
     weight = tl.load(norm_weight + tl.arange(0, HEAD_DIM)).to(tl.float32)
     # At the position of the window's first own token.
     cos, sin = rope_factors(cos_sin, position // RATIO * RATIO, HEAD_DIM, ROPE_DIM)
-    return rotate(normalise(c, weight, EPS, HEAD_DIM), cos, sin, HEAD_DIM, ROPE_DIM)
+    return weight, cos, sin
 
 
 @triton.jit
-def normalise(c, weight, EPS: tl.constexpr, HEAD_DIM: tl.constexpr):
+def norm_rope(c, weight, cos, sin, EPS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr):
+    """The finished key `[HEAD_DIM]` float32. A channel of c that is not finite makes all of it NaN."""
     c = tl.where(tl.abs(c) < float("inf"), c, float("nan"))
-    return c * tl.rsqrt(tl.sum(c * c, axis=0) / HEAD_DIM + EPS) * weight
+    x = c * tl.rsqrt(tl.sum(c * c, axis=0) / HEAD_DIM + EPS) * weight
+    return rotate(x, cos, sin, HEAD_DIM, ROPE_DIM)

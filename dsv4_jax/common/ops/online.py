@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from dsv4_jax.common.ops.launch import launch
-from dsv4_jax.common.ops.norm_rope import norm_rope, normalise
+from dsv4_jax.common.ops.norm_rope import key_factors, norm_rope
 from dsv4_jax.common.ops.quantise_store import store_key
-from dsv4_jax.common.ops.rope import rope_factors, rotate
+from dsv4_jax.common.ops.rope import rope_factors
 from dsv4_jax.common.ops.window import TILE, closing_window
 
 MOST_LOADED = 8  # tokens that a walking program loads at once
@@ -55,7 +55,7 @@ def implement(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_s
     requests = metadata.runs.shape[0]
     if windows and saved and tokens <= requests * config.page_rows:
         return launch(
-            _walk_kernel,
+            _online_walk_kernel,
             requests,
             updates=("state_cache", "kv_cache"),
             num_warps=config.head_dim // 128,
@@ -70,7 +70,7 @@ def implement(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_s
 
     block = min(config.head_dim, max(16, TILE // config.window))
     compressed, states = launch(
-        _fold_kernel,
+        _online_fold_kernel,
         (windows + saved) * (config.head_dim // block),
         outputs={
             "compressed": jax.ShapeDtypeStruct((max(1, windows), config.head_dim), jnp.float32),
@@ -87,7 +87,7 @@ def implement(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_s
     caches = {"state_cache": state_cache} if saved else {}
     caches |= {"kv_cache": kv_cache} if windows else {}
     written = launch(
-        _write_kernel,
+        _online_write_kernel,
         windows + saved,
         updates=tuple(caches),
         num_warps=config.head_dim // 128,
@@ -103,7 +103,7 @@ def implement(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_s
 
 
 @triton.jit
-def _walk_kernel(
+def _online_walk_kernel(
     runs, kv_score, ape, slot_mapping, kv_slot_mapping, state_cache, kv_cache, norm_weight, cos_sin, kv_scale,
     tokens, state_pages, kv_pages, table_rows,
     RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr, KV_PAGE_ROWS: tl.constexpr,
@@ -145,14 +145,14 @@ def _walk_kernel(
                 )  # fmt: skip
                 if here - anchor == RATIO - 1:
                     if (key_slot >= 0) & (key_slot // KV_PAGE_ROWS < kv_pages) & in_table:
-                        key = rotate(normalise(weighted / total, weight, EPS, HEAD_DIM), cos, sin, HEAD_DIM, ROPE_DIM)
+                        key = norm_rope(weighted / total, weight, cos, sin, EPS, HEAD_DIM, ROPE_DIM)
                         store_key(key, key_slot, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
                 elif (begin + i >= count - PAGE_ROWS) & (slot >= 0) & (slot // PAGE_ROWS < state_pages):
                     store_state(state_cache, slot, channels, maximum, total, weighted, HEAD_DIM)
 
 
 @triton.jit
-def _fold_kernel(
+def _online_fold_kernel(
     closing, window_slots, saving, kv_score, ape, state_cache, compressed, states,
     tokens, state_pages, kv_pages, table_rows, windows,
     RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr, KV_PAGE_ROWS: tl.constexpr,
@@ -163,34 +163,31 @@ def _fold_kernel(
     pid = tl.program_id(0)
     index = pid // BLOCKS
     channels = pid % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    if index < windows:
-        row, position, _, in_batch, valid = closing_window(
+    closes = index < windows
+    if closes:
+        row, position, slot, in_batch, valid = closing_window(
             index, closing, tokens, kv_pages, table_rows, RATIO, KV_PAGE_ROWS, True
         )  # fmt: skip
         before = tl.load(window_slots + index)
-        if valid:
-            before = tl.where(in_batch < RATIO, before, -1)
-            _, total, weighted = fold_window(
-                kv_score, ape, state_cache, row, position, in_batch, before, channels, state_pages,
-                RATIO, HEAD_DIM, PAGE_ROWS,
-            )  # fmt: skip
-            tl.store(compressed + index * HEAD_DIM + channels, weighted / total)
     else:
         index -= windows
         row, position, slot, in_batch, valid = saved_token(index, saving, tokens, state_pages, PAGE_ROWS)
-        if valid:
-            # The state before lies in the same page.
-            before = slot // PAGE_ROWS * PAGE_ROWS + (position - in_batch) % PAGE_ROWS
-            before = tl.where(in_batch <= position % RATIO, before, -1)
-            maximum, total, weighted = fold_window(
-                kv_score, ape, state_cache, row, position, in_batch, before, channels, state_pages,
-                RATIO, HEAD_DIM, PAGE_ROWS,
-            )  # fmt: skip
+        # The state before lies in the same page.
+        before = slot // PAGE_ROWS * PAGE_ROWS + (position - in_batch) % PAGE_ROWS
+    if valid:
+        before = tl.where(in_batch <= position % RATIO, before, -1)
+        maximum, total, weighted = fold_window(
+            kv_score, ape, state_cache, row, position, in_batch, before, channels, state_pages,
+            RATIO, HEAD_DIM, PAGE_ROWS,
+        )  # fmt: skip
+        if closes:
+            tl.store(compressed + index * HEAD_DIM + channels, weighted / total)
+        else:
             store_state(states, index, channels, maximum, total, weighted, HEAD_DIM)
 
 
 @triton.jit
-def _write_kernel(
+def _online_write_kernel(
     closing, saving, compressed, states, state_cache, kv_cache, norm_weight, cos_sin, kv_scale,
     tokens, state_pages, kv_pages, table_rows, windows,
     RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr, KV_PAGE_ROWS: tl.constexpr,
@@ -205,7 +202,8 @@ def _write_kernel(
         )  # fmt: skip
         if valid:
             c = tl.load(compressed + index * HEAD_DIM + channels)
-            key = norm_rope(c, position, norm_weight, cos_sin, EPS, HEAD_DIM, RATIO, ROPE_DIM)
+            weight, cos, sin = key_factors(position, norm_weight, cos_sin, HEAD_DIM, RATIO, ROPE_DIM)
+            key = norm_rope(c, weight, cos, sin, EPS, HEAD_DIM, ROPE_DIM)
             store_key(key, slot, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
     else:
         index -= windows

@@ -33,24 +33,26 @@ def _save_kernel(
     kv, score, ape, positions, slot_mapping, state_cache, pages,
     RATIO: tl.constexpr, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    row = tl.program_id(0) + tl.arange(0, 1)
     position = tl.load(positions + row)
     slot = tl.load(slot_mapping + row)
-    save_row(row, position, slot, kv, score, WIDTH, ape, state_cache, pages, RATIO, WIDTH, PAGE_ROWS)
+    save_rows(row, position, slot, kv, score, WIDTH, ape, state_cache, pages, RATIO, WIDTH, PAGE_ROWS)
 
 
 @triton.jit
-def save_row(
+def save_rows(
     row, position, slot, kv, score, stride, ape, state_cache, pages,
     RATIO: tl.constexpr, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Writes kv and biased score of a batch row at a state slot; rows of kv and score are `stride` apart."""
-    if (position >= 0) & (slot >= 0) & (slot // PAGE_ROWS < pages):
-        # The width need not be a power of two.
-        channels = tl.arange(0, triton.next_power_of_2(WIDTH))
-        mask = channels < WIDTH
-        source = row.to(tl.int64) * stride + channels
-        at = state_cache + slot.to(tl.int64) * (2 * WIDTH) + channels
-        bias = tl.load(ape + (position % RATIO) * WIDTH + channels, mask=mask)
-        tl.store(at, tl.load(kv + source, mask=mask).to(tl.float32), mask=mask)
-        tl.store(at + WIDTH, tl.load(score + source, mask=mask).to(tl.float32) + bias, mask=mask)
+    """Writes kv and biased score of batch rows at their state slots; rows of kv and score are `stride` apart."""
+    valid = (position >= 0) & (slot >= 0) & (slot // PAGE_ROWS < pages)
+    # The width need not be a power of two.
+    channels = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
+    mask = valid[:, None] & (channels < WIDTH)
+    source = (row.to(tl.int64) * stride)[:, None] + channels
+    at = state_cache + (slot.to(tl.int64) * (2 * WIDTH))[:, None] + channels
+    bias = tl.load(ape + (position % RATIO * WIDTH)[:, None] + channels, mask=mask)
+    values = tl.load(kv + source, mask=mask).to(tl.float32)
+    scores = tl.load(score + source, mask=mask).to(tl.float32) + bias
+    tl.store(at, values, mask=mask)
+    tl.store(at + WIDTH, scores, mask=mask)

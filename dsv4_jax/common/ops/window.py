@@ -28,66 +28,64 @@ def closing_window(
 
 
 @triton.jit
-def window_rows(
-    element, row, in_batch, window_slots, state_pages,
-    WINDOW: tl.constexpr, PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr,
-):  # fmt: skip
-    """Which elements of a window are in the batch, and the state slots of the others, -1 where there is none."""
-    back = WINDOW - 1 - element
-    slots = tl.load(window_slots + element)
-    slots = tl.where(slots // PAGE_ROWS < state_pages, slots, -1)
-    if FROM_BATCH:
-        from_batch = (back < in_batch) & (back <= row)
-        slots = tl.where(from_batch, -1, slots)
-    else:
-        from_batch = back < 0
-    return from_batch, slots
+def in_cache(slots, pages, PAGE_ROWS: tl.constexpr):
+    """Which slots are those of rows in a cache."""
+    return (slots >= 0) & (slots // PAGE_ROWS < pages)
+
+
+@triton.jit
+def has_rows(slots, pages, PAGE_ROWS: tl.constexpr):
+    """Whether any of a window's slots is in the state cache."""
+    return tl.max(in_cache(slots, pages, PAGE_ROWS).to(tl.int32), axis=0) > 0
 
 
 @triton.jit
 def load_window(
-    element, channels, kv_score, ape, state_cache, row, in_batch, window_slots, state_pages,
+    slots, channels, kv_score, ape, state_cache, row, in_batch, state_pages,
     RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
     FROM_BATCH: tl.constexpr,
 ):  # fmt: skip
-    """kv and biased score `[elements, channels]` of a window; absent rows have score -inf and kv 0."""
+    """kv and biased score `[elements, channels]` of a window; absent rows have score -inf and kv 0.
+
+    `slots` are the state slots of its rows, oldest first; of those in the batch they do not count.
+    """
     WIDTH: tl.constexpr = HEAD_DIM * (2 if OVERLAP else 1)
     WINDOW: tl.constexpr = RATIO * (2 if OVERLAP else 1)
-    # With overlap the older half of the window reads the first D columns, the newer half the last.
-    half = tl.where(element >= RATIO, HEAD_DIM, 0) if OVERLAP else element * 0
+    element = tl.arange(0, WINDOW)
+    # With overlap the older half of the window reads the first D columns, the newer half the last. By arithmetic: after
+    # a tl.where Triton no longer sees that neighbouring channels are neighbours, and loads them one by one.
+    half = element // RATIO * HEAD_DIM if OVERLAP else element * 0
     columns = half[:, None] + channels[None, :]
-    batch = kv_score + (row - (WINDOW - 1)).to(tl.int64) * (2 * WIDTH) + (element * (2 * WIDTH))[:, None] + columns
+    batch_row = kv_score + (row - (WINDOW - 1) + element).to(tl.int64) * (2 * WIDTH)
+    # Four channels a load, of either dtype: bfloat16 by eights would lie in other registers than the states' float32.
+    batch = tl.multiple_of(batch_row[:, None] + columns, [1, 4 * (kv_score.dtype.element_ty.primitive_bitwidth // 8)])
     bias = ape + (element % RATIO * WIDTH)[:, None] + columns
     if FROM_BATCH and (in_batch >= WINDOW) & (row >= WINDOW - 1):
         # The common case of a prefill: nothing to look up, nothing to mask.
         kv = tl.load(batch).to(tl.float32)
         score = tl.load(batch + WIDTH).to(tl.float32) + tl.load(bias)
     else:
-        from_batch, slots = window_rows(
-            element, row, in_batch, window_slots, state_pages, WINDOW, PAGE_ROWS, FROM_BATCH
-        )  # fmt: skip
-        from_batch = from_batch[:, None]
-        in_state = (slots >= 0)[:, None]
-        state = state_cache + slots.to(tl.int64)[:, None] * (2 * WIDTH) + columns
-        if FROM_BATCH and kv_score.dtype.element_ty == state_cache.dtype.element_ty:
-            state = tl.where(from_batch, batch, state)
-            in_state = in_state | from_batch
-        kv = tl.load(state, mask=in_state, other=0.0)
-        score = tl.load(state + WIDTH, mask=in_state, other=float("-inf"))
+        back = WINDOW - 1 - element
+        from_batch = (back < in_batch) & (back <= row)
+        present = in_cache(slots, state_pages, PAGE_ROWS)
+        state_row = state_cache + slots.to(tl.int64) * (2 * WIDTH)
+        SAME: tl.constexpr = kv_score.dtype.element_ty == state_cache.dtype.element_ty
+        if FROM_BATCH and SAME:
+            state_row = tl.where(from_batch, batch_row, state_row)
+            present = present | from_batch
+        elif FROM_BATCH:
+            present = present & ~from_batch
+        state = tl.multiple_of(state_row[:, None] + columns, [1, 16])
+        kv = tl.load(state, mask=present[:, None], other=0.0)
+        score = tl.load(state + WIDTH, mask=present[:, None], other=float("-inf"))
         if FROM_BATCH:
-            if kv_score.dtype.element_ty != state_cache.dtype.element_ty:
+            from_batch = from_batch[:, None]
+            if not SAME:
                 kv = tl.where(from_batch, tl.load(batch, mask=from_batch, other=0.0).to(tl.float32), kv)
                 batch_score = tl.load(batch + WIDTH, mask=from_batch, other=0.0).to(tl.float32)
                 score = tl.where(from_batch, batch_score, score)
             score += tl.load(bias, mask=from_batch, other=0.0)
     return kv, score
-
-
-@triton.jit
-def has_rows(window_slots, state_pages, WINDOW: tl.constexpr, PAGE_ROWS: tl.constexpr):
-    """Whether any row of a window is in the state cache."""
-    slots = tl.load(window_slots + tl.arange(0, WINDOW))
-    return tl.max(((slots >= 0) & (slots // PAGE_ROWS < state_pages)).to(tl.int32), axis=0) > 0
 
 
 @triton.jit
