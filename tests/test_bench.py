@@ -149,6 +149,8 @@ def assert_carries(workload):
     types = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     result = jax.eval_shape(workload.run, workload.carry, workload.inputs)
     assert types(result) == types(workload.carry) and workload.bytes > 0
+    carried, read = ({id(x) for x in jax.tree.leaves(tree)} for tree in (workload.carry, workload.inputs))
+    assert not carried & read  # what is donated cannot be read again
 
 
 def test_timer_counts_a_call(timer):

@@ -65,14 +65,14 @@ class Timer:
             return carries
 
         replay = jax.jit(calls, donate_argnums=0)
-        held = [carries]
+        held, count = [carries], 2 if self._cpu else REPLAYS
 
-        def replays(count=REPLAYS):
+        def replays():
             for _ in range(count):
                 held[0] = replay(held[0], distinct)
             return held[0]
 
-        jax.block_until_ready(replays(2))
+        jax.block_until_ready(replays())
         start = time.perf_counter()
         launched = replays()
         launching = time.perf_counter() - start
@@ -81,7 +81,7 @@ class Timer:
         # On the CPU launching is part of the work, and there is nothing to hide it behind.
         copies = 0 if self._cpu else min(MOST_DELAY, 2 + int(1.5 * launching / self.copy_seconds))
         times = [
-            (self._run(replays, copies) - self._run(lambda: None, copies)) / (REPLAYS * length) * 1e6
+            (self._run(replays, copies) - self._run(lambda: None, copies)) / (count * length) * 1e6
             for _ in range(REPEATS)
         ]
         low, median, high = statistics.quantiles(times, n=4)
