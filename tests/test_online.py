@@ -193,34 +193,34 @@ def test_scores_that_rise_or_fall(rising, implementation):
 
 
 @pytest.mark.parametrize("long", [False, True])
-@pytest.mark.parametrize("rollback", [1, 3])
-def test_rollback(rollback, long, implementation):
+def test_rollback(long, implementation):
     """Each step brings a token and a draft, of which a prefix holds: keys and states as if the rest had never been."""
-    feed = Feed(online(4, "fp8_ds_mla", page_rows=1 + rollback), implementation)
+    rollback = 2
+    feed = Feed(online(page_rows=1 + rollback), implementation)
     wrong = np.random.default_rng(9).standard_normal(feed.whole.kv_score.shape).astype(np.float32)
-    rng = np.random.default_rng(rollback)
-    length, taken_back = np.array([13, 11, 12]), set()
+    rng = np.random.default_rng(1)
+    length, taken_back = np.array([18, 16, 17]), set()
     while (feed.done < length).any():
         start, given_rows = feed.done.copy(), wrong.copy()
         counts = np.where(start < length, 1 + rollback, 0)
         kept = np.minimum(start + rng.integers(1, 2 + rollback, REQUESTS), length)
         for r, first in enumerate(feed.whole.query_start_loc[:-1]):
             given_rows[first : first + kept[r]] = feed.whole.kv_score[first : first + kept[r]]
-            taken_back |= {p % 4 for p in range(kept[r], start[r] + counts[r])}
+            taken_back |= {p % 8 for p in range(kept[r], start[r] + counts[r])}
         feed.step(counts, LONG if long else None, kv_score=given_rows)
         feed.done = kept
     # Windows that only a draft closed are written again when they close.
-    feed.step(np.array([15, 15, 15]) - feed.done, LONG)
+    feed.step(np.array([23, 23, 23]) - feed.done, LONG)
     feed.step([1, 1, 1], LONG if long else None)
-    assert feed.check() == 12 and taken_back >= {0, 3}
+    assert feed.check() == 9 and taken_back >= {0, 1, 6, 7}
 
 
 def test_a_rollback_leaves_the_states_before(implementation):
-    """After a draft of 3, the page of 4 rows still holds the state that every shorter prefix needs."""
-    feed = Feed(online(8, page_rows=4), implementation)
+    """After a draft of 2, the page of 3 rows still holds the state that every shorter prefix needs."""
+    feed = Feed(online(8, page_rows=3), implementation)
     feed.step([9, 4, 11], LONG)
-    feed.step([4, 4, 4])
-    feed.assert_states([[9, 10, 11, 12], [3, 4, 5, 6], [11, 12, 13, 14]])
+    feed.step([3, 3, 3])
+    feed.assert_states([[9, 10, 11], [4, 5, 6], [11, 12, 13]])
 
 
 # What is saved, and the plan.
@@ -309,11 +309,11 @@ VALUES = {
 def test_not_finite(what, implementation):
     """In one channel: first in a window, within it, last, and in all its rows; as the oracle says of rows."""
     score, kv = VALUES[what]
-    for counts in ([24, 0, 0], [6, 0, 0], [1, 0, 0]):
+    for counts in ([24, 24, 0], [5, 5, 0], [1, 1, 0]):
         if counts[0] == 1 and implementation == "triton" and ON_CPU and what not in ("NaN score", "-inf score"):
             continue
-        feed = Feed(online(4), implementation)
-        for rows, channel in (([0], 3), ([5], 70), ([11], 450), ([12, 13, 14, 15], 9)):
+        feed = Feed(online(), implementation)
+        for rows, channel in (([0], 3), ([13], 70), ([23], 450), (range(LENGTH, LENGTH + 8), 9)):
             if score is not None:
                 feed.whole.kv_score[rows, feed.config.width + channel] = score
             if kv is not None:
@@ -321,7 +321,7 @@ def test_not_finite(what, implementation):
         nan = np.isnan(ops.rows(feed.whole, feed.whole.state, from_batch=True).exact).all(axis=1)[:6]
         assert nan.tolist() == ([False] * 3 if what == "-inf score" else [True] * 3) + [True, False, False]
         while feed.done[0] < LENGTH:
-            feed.step(counts)
+            feed.step(np.minimum(counts, LENGTH - feed.done))
         assert feed.check() == 6
 
 
@@ -428,7 +428,7 @@ def test_layers_in_one_cache(implementation):
         return {f.name: getattr(moved, f.name) for f in dataclasses.fields(moved)}
 
     for counts in ([6, 5, 0], [9, 1, 2], [1, 1, 1], [1, 1, 3]):
-        feed.step(counts, change=change)
+        feed.step(counts, LONG if implementation == "xla" else None, change=change)
     state, cache = feed.state, feed.cache
     feed.state, feed.cache = state[pages : 2 * pages], cache[kv_pages : 2 * kv_pages]
     assert feed.check() == 3
@@ -441,7 +441,7 @@ def test_layers_in_one_cache(implementation):
 @pytest.mark.parametrize("counts", [[1, 1, 1], [9, 1, 1]])
 def test_in_place(counts, implementation):
     """Donated caches are updated where they are, and no instruction copies one."""
-    feed = Feed(online(fmt="fp8_ds_mla"), implementation)
+    feed = Feed(online(), implementation)
     feed.step([7, 10, 0], LONG)
     kv_score, meta = feed.batch(counts, sum(counts)), feed.metadata(counts, sum(counts))
     run = jax.jit(lambda state, cache, meta: feed.compress(kv_score, state, cache, meta), donate_argnums=(0, 1))
@@ -488,10 +488,11 @@ def test_layer(implementation):
     feed.whole.kv_score[:LENGTH] = hidden.astype(np.float64) @ weight
     state, cache = layer.init_caches(len(feed.state), len(feed.cache))
     assert state.shape == feed.state.shape and state.dtype == jnp.float32 and cache.shape == feed.cache.shape
-    for first, last in itertools.pairwise([0, 10, 16, 19]):
-        meta = feed.metadata([last - first, 0, 0], last - first)
+    for first, last in itertools.pairwise([0, 10, 16, 17, 18, 19]):
+        total = LONG if last - first > 1 else REQUESTS
+        meta = feed.metadata([last - first, 0, 0], total)
         feed.state, feed.cache = layer(
-            jnp.asarray(hidden[first:last]),
+            jnp.asarray(np.pad(hidden[first:last], [(0, total - last + first), (0, 0)])),
             (feed.state, feed.cache),
             meta,
             jnp.asarray(feed.whole.cos_sin),
@@ -536,7 +537,7 @@ def test_errors():
     wide = np.zeros((3, 2), np.int32)
     with pytest.raises(ValueError, match=r"block_table has shape \[3, 2\]; it must be \[3, 1\]"):
         CompressorMetadata.build(feed.config, np.arange(4), np.ones(3, int), wide, tables[1], num_tokens=3)
-    for name, must in {"runs": r"\[3, 4\]", "saving": r"\[S, 4\]", "window_slots": r"\[8, 1\]"}.items():
+    for name, must in {"runs": r"\[3, 4\]", "saving": r"\[S, 4\]", "window_slots": r"\[9, 1\]"}.items():
         wrong = dataclasses.replace(meta, **{name: getattr(meta, name)[:, :0]})
         with pytest.raises(ValueError, match=rf"metadata\.{name} has shape .*, 0\]; it must be {must}"):
             feed.compress(kv_score, feed.state, feed.cache, wrong)
