@@ -145,8 +145,8 @@ def test_insert(name, page_rows, padding, dtype, implementation):
     ops.same_bytes(got, oracle.store(name, oracle.as_pages(cache), *written, slots[inside], page_rows))
 
 
-@pytest.mark.parametrize(("tokens", "pages"), [(0, 2), (0, 0), (3, 0), (1, 1), (5, 2), (17, 9)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("tokens", "pages"), [(0, 2), (3, 0), (1, 1), (17, 9)])
+@pytest.mark.parametrize("name", ["fp8_ds_mla", "indexer_mxfp4", "bf16"])
 def test_insert_sizes(name, tokens, pages, implementation):
     rng = np.random.default_rng(tokens)
     page_rows = 2
@@ -195,7 +195,7 @@ LENGTHS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("page_rows", "padding", "offset"), [(1, 0, 0), (4, 12, 3), (5, 0, 15)])
+@pytest.mark.parametrize(("page_rows", "padding", "offset"), [(1, 0, 15), (4, 12, 3)])
 @pytest.mark.parametrize("name", NAMES)
 def test_gather(name, page_rows, padding, offset, implementation):
     """Ragged lengths, a block table with holes and pages that are not there; all of `out` else stays."""
@@ -217,10 +217,10 @@ def test_gather(name, page_rows, padding, offset, implementation):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_code(name, implementation):
-    """Each value byte under scales of all kinds, each bfloat16 where it is kept as such."""
+    """Each value byte under scales of all kinds; each bfloat16 where it is kept as such, each fourth in `fp8_ds_mla`."""
     rng = np.random.default_rng(0)
     layout = oracle.FORMATS[name]
-    rows = {"bf16": 128, "fp8_ds_mla": 1024}.get(name, 256)
+    rows = 128 if name == "bf16" else 256
     cache = random_cache(rng, name, 1, rows)
     pages = oracle.as_pages(cache)  # a view
     values = pages[0, : rows * layout.value_bytes].reshape(rows, -1)
@@ -229,7 +229,7 @@ def test_every_code(name, implementation):
     if name == "bf16":
         values[:] = np.arange(2**16, dtype=np.uint16).view(np.uint8).reshape(rows, -1)
     if name == "fp8_ds_mla":
-        values[:, 448:] = np.arange(2**16, dtype=np.uint16).view(np.uint8).reshape(rows, -1)
+        values[:, 448:] = np.arange(0, 2**16, 4, dtype=np.uint16).view(np.uint8).reshape(rows, -1)
     if name in ("fp8_ds_mla", "indexer_mxfp4"):
         scales[:] = np.arange(scales.size).reshape(scales.shape) * 37 % 255 + 1
     lens, table = np.array([rows], np.int32), np.zeros((1, 1), np.int32)
@@ -296,7 +296,7 @@ def test_gather_sizes(name, requests, columns, pages, length, implementation):
     assert_gathered(got, gathered(name, cache, 2, lens, table, lens, 0, out))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["fp8_ds_mla", "indexer_mxfp4", "fp8"])
 def test_there_and_back(name, implementation):
     """Keys that a format holds exactly come back as they were."""
     rng = np.random.default_rng(0)

@@ -1,5 +1,7 @@
 """`dequantize_and_gather_k_cache`: the last keys of each request, from its pages into one bfloat16 array."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,7 +77,7 @@ def dequantize_and_gather_k_cache(
         kv_scale,
         implementation=implementation,
         cache_format=cache_format,
-        page_rows=int(page_rows),
+        page_rows=operator.index(page_rows),
     )
     return out
 

@@ -1,5 +1,7 @@
 """`quantize_and_insert_k_cache`: finished keys become rows of a cache."""
 
+import operator
+
 import jax
 
 from dsv4_jax import checks
@@ -46,7 +48,7 @@ def quantize_and_insert_k_cache(
     cache = checks.array("cache", cache, cache.shape, (fmt.dtype,))
     slots = checks.integers("slots", slots, (k.shape[0],))
     kv_scale = fmt.check_scale("kv_scale", kv_scale)
-    options = {"cache_format": cache_format, "page_rows": int(page_rows)}
+    options = {"cache_format": cache_format, "page_rows": operator.index(page_rows)}
     (cache,) = _op(k, cache, slots, kv_scale, implementation=implementation, **options)
     return cache
 
