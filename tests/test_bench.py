@@ -226,6 +226,17 @@ def test_tables():
         "| csa triton warm | 5.00 (0.80) | 1.00 (0.50) |",
         "| csa triton cold | 8.00 (0.50) | - |",
     ]
+    # The ops around the compressor share a table.
+    around = {"compressor": "-", "kind": "tokens", "tokens": 64, "dtype": "-"}
+    record["rows"] = [row | around | {"op": op} for op in ("one", "two")]
+    assert results.tables(record).split("\n\n")[1].splitlines() == [
+        "| op, µs (floor ÷ time) | tokens 64 |",
+        "|---|---|",
+        "| `one` triton warm | 5.00 (0.80) |",
+        "| `one` triton cold | 8.00 (0.50) |",
+        "| `two` triton warm | 5.00 (0.80) |",
+        "| `two` triton cold | 8.00 (0.50) |",
+    ]
     # A kind of batch to a table, where one would be too wide.
     record["rows"] = [row | {"kind": kind, "tokens": 2**i} for kind in ("prefill", "decode") for i in range(5)]
     assert [t.split(" | ")[1:3] for t in results.tables(record).split("\n\n")[1:]] == [

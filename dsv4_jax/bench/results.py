@@ -71,13 +71,13 @@ def compare(rows: list[dict], earlier: list[dict], tolerance: float = 0.05) -> l
 
 
 def tables(record: dict) -> str:
-    """The record in Markdown: a table for each op and dtype, with microseconds and floor / time."""
+    """The record in Markdown: a table for each op and dtype, one for the ops around the compressor."""
     groups = {}
     for row in record["rows"]:
-        groups.setdefault((row["op"], row["dtype"]), []).append(row)
+        groups.setdefault((row["op"] if row["compressor"] != "-" else "-", row["dtype"]), []).append(row)
     text = [_machine(record)]
     for (op, dtype), rows in groups.items():
-        title = f"`{op}`" + ("" if dtype == "-" else f", {dtype} `kv_score`")
+        title = "op" if op == "-" else f"`{op}`, {dtype} `kv_score`"
         if len({(row["kind"], row["tokens"]) for row in rows}) <= MOST_COLUMNS:
             text.append(_table(title, rows))
             continue
@@ -102,18 +102,15 @@ def _table(title, rows):
     batches = sorted({(row["kind"], row["tokens"]): None for row in rows}, key=lambda batch: batch[0] != "prefill")
     lines = [f"| {title}, µs (floor ÷ time) | " + " | ".join(f"{kind} {t:,}" for kind, t in batches) + " |"]
     lines.append("|---" * (1 + len(batches)) + "|")
-    series = dict.fromkeys((row["compressor"], row["implementation"]) for row in rows)
-    for compressor, implementation in series:
-        own = {
-            (row["kind"], row["tokens"]): row
-            for row in rows
-            if (row["compressor"], row["implementation"]) == (compressor, implementation)
-        }
+    series = {}
+    for row in rows:
+        name = row["compressor"] if row["compressor"] != "-" else f"`{row['op']}`"
+        series.setdefault(f"{name} {row['implementation']}", {})[row["kind"], row["tokens"]] = row
+    for name, own in series.items():
         for label in LABELS:
             cells = [_cell(own.get(batch, {}), label) for batch in batches]
             if any(cells):
-                name = " ".join(word for word in (compressor, implementation, label) if word != "-")
-                lines.append(f"| {name} | " + " | ".join(cell or "-" for cell in cells) + " |")
+                lines.append(f"| {name} {label} | " + " | ".join(cell or "-" for cell in cells) + " |")
     return "\n".join(lines)
 
 

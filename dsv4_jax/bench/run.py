@@ -92,12 +92,13 @@ def main(argv: list[str]) -> int:
         parser.error("--plot needs matplotlib: pip install 'dsv4-jax[demo]'")
     try:
         earlier = results.read(options.against) if options.against else None
-        if options.table:
-            return _show(results.read(options.table), options.plot)
+        shown = results.read(options.table) if options.table else None
         for file in filter(None, (options.json, options.plot)):
             open(file, "a").close()  # a bad path is better said before the measurements than after
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    if shown:
+        return _show(shown, options.plot)
     if jax.default_backend() == "cpu":
         options.set = "cpu"
         print("No GPU: tiny batches, and only the ratios between two rows' times mean something.")
