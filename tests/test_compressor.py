@@ -332,6 +332,16 @@ def test_sharded():
     assert done.stdout == "ok\n", done.stderr
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two GPUs")
+def test_sharded_over_gpus():
+    # A process of its own, beside this one's memory.
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    program = os.path.join(os.path.dirname(__file__), "sharded_layer.py")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, env=env)
+    assert done.stdout == "ok\n", done.stderr
+
+
 # A decode loop with everything in one step.
 
 
