@@ -213,11 +213,14 @@ def test_gather(name, page_rows, padding, offset, implementation):
         want = gathered(name, cache, page_rows, seq_lens, block_table, seq_lens if lens is None else lens, offset, out)
         assert want[1].any() and not want[1].all()
         assert_gathered(got, want)
+    # A negative offset, which only data can be.
+    nowhere = call_gather(name, cache, page_rows, seq_lens, block_table, None, jnp.int32(-2), out, implementation)
+    np.testing.assert_array_equal(np.asarray(nowhere).view(np.uint16), out.view(np.uint16))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_code(name, implementation):
-    """Each value byte under scales of all kinds; each bfloat16 where it is kept as such, each fourth in `fp8_ds_mla`."""
+    """Each value byte under scales of all kinds; each bfloat16 where one is kept, each fourth in `fp8_ds_mla`."""
     rng = np.random.default_rng(0)
     layout = oracle.FORMATS[name]
     rows = 128 if name == "bf16" else 256
