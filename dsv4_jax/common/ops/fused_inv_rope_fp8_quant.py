@@ -36,8 +36,7 @@ def _inv_rope_quant_kernel(
         scales = scales.to(tl.pointer_type(tl.uint8))  # a byte a block, little end first
     x, first, count, position = load_heads(o, positions, HEADS, TILE, HEAD_DIM)
     if (position >= 0) & (position < table_rows):
-        cos, sin = rope_factors(cos_sin, position, HEAD_DIM, ROPE_DIM)
-        x = rotate(x, cos, -sin, HEAD_DIM, ROPE_DIM)
+        x = _rotate_back(x, cos_sin, position, HEAD_DIM, ROPE_DIM)
         scaled, exponents = scale_blocks(x, BLOCK, 448.0, AMAX_MIN, TILE * HEAD_DIM)
         store_heads(values, scaled_fp8_code(scaled, exponents), first, count, TILE, HEAD_DIM)
         if scales.dtype.element_ty == tl.uint8:
@@ -58,7 +57,14 @@ def _inv_rope_kernel(
     values = values.to(tl.pointer_type(tl.int16))
     x, first, count, position = load_heads(o, positions, HEADS, TILE, HEAD_DIM)
     if (position >= 0) & (position < table_rows):
-        cos, sin = rope_factors(cos_sin, position, HEAD_DIM, ROPE_DIM)
-        store_heads(values, bf16_bits(rotate(x, cos, -sin, HEAD_DIM, ROPE_DIM)), first, count, TILE, HEAD_DIM)
+        x = _rotate_back(x, cos_sin, position, HEAD_DIM, ROPE_DIM)
+        store_heads(values, bf16_bits(x), first, count, TILE, HEAD_DIM)
     else:
         store_zeros(values, first, count, TILE, HEAD_DIM)
+
+
+@triton.jit
+def _rotate_back(x, cos_sin, position, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr):
+    cos, sin = rope_factors(cos_sin, position, HEAD_DIM, ROPE_DIM)
+    # -sin is 0 - sin to Triton, which loses the sign of zero.
+    return rotate(x, cos, -1.0 * sin, HEAD_DIM, ROPE_DIM)
