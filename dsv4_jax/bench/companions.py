@@ -117,8 +117,8 @@ def _fused_indexer_q_rope_quant(tokens, key, use_fp4=False):
         jax.random.normal(keys[1], (tokens, ROPE_DIM)),
         jax.random.normal(keys[2], (tokens, INDEX_HEADS), jnp.bfloat16),
     )
-    scales = INDEX_HEAD_DIM**-0.5, INDEX_HEADS**-0.5
-    return _once_each(lambda inputs: fused_indexer_q_rope_quant(*inputs, *scales, use_fp4), inputs)
+    options = {"softmax_scale": INDEX_HEAD_DIM**-0.5, "head_scale": INDEX_HEADS**-0.5, "use_fp4": use_fp4}
+    return _once_each(lambda inputs: fused_indexer_q_rope_quant(*inputs, **options), inputs)
 
 
 def _fused_inv_rope_fp8_quant(tokens, key, **options):
@@ -128,8 +128,8 @@ def _fused_inv_rope_fp8_quant(tokens, key, **options):
         jnp.arange(tokens, dtype=jnp.int32),
         jax.random.normal(keys[1], (tokens, ROPE_DIM)),
     )
-    groups = OUTPUT_GROUPS, HEADS // OUTPUT_GROUPS
-    return _once_each(lambda inputs: fused_inv_rope_fp8_quant(*inputs, *groups, **options), inputs)
+    options |= {"n_groups": OUTPUT_GROUPS, "heads_per_group": HEADS // OUTPUT_GROUPS}
+    return _once_each(lambda inputs: fused_inv_rope_fp8_quant(*inputs, **options), inputs)
 
 
 def _fused_q_kv_rmsnorm(tokens, key):

@@ -73,8 +73,8 @@ def fused_indexer_q_rope_quant(
         "use_fp4": use_fp4,
     }
     checks.instance("use_fp4", use_fp4, bool)
-    *q, weights = _op(positions, q, cos_sin, weights, implementation=implementation, **options)
-    return tuple(q) if use_fp4 else q[0], weights
+    values, *scales, weights = _op(positions, q, cos_sin, weights, implementation=implementation, **options)
+    return (values, scales[0]) if use_fp4 else values, weights
 
 
 def implement(positions, q, cos_sin, weights, *, softmax_scale, head_scale, use_fp4, platform):

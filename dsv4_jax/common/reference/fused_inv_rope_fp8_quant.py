@@ -68,12 +68,13 @@ def fused_inv_rope_fp8_quant(
       `heads_per_group * 512 // quant_group_size`, or `[T, G, B // 4]` int32, the first block's byte lowest. Without
       `quantize` one array, `[T, G, heads_per_group * 512]` bfloat16.
     """
-    checks.at_least("n_groups", n_groups, 1)
-    checks.at_least("heads_per_group", heads_per_group, 1)
+    n_groups = checks.at_least("n_groups", n_groups, 1)
+    heads_per_group = checks.at_least("heads_per_group", heads_per_group, 1)
     o = checks.array("o", o, ("T", n_groups * heads_per_group, HEAD_DIM), (jnp.bfloat16,))
     positions = checks.integers("positions", positions, (o.shape[0],))
     cos_sin = checks.array("cos_sin", cos_sin, ("P", ROPE_DIM))
     checks.one_of("quant_group_size", quant_group_size, (32, 64, 128))
+    quant_group_size = checks.at_least("quant_group_size", quant_group_size, 32)
     checks.instance("tma_aligned_scales", tma_aligned_scales, bool)
     checks.instance("quantize", quantize, bool)
     results = _op(
@@ -81,12 +82,12 @@ def fused_inv_rope_fp8_quant(
         positions,
         cos_sin,
         implementation=implementation,
-        n_groups=int(n_groups),
-        quant_group_size=int(quant_group_size),
+        n_groups=n_groups,
+        quant_group_size=quant_group_size,
         tma_aligned_scales=tma_aligned_scales,
         quantize=quantize,
     )
-    return results if quantize else results[0]
+    return (results[0], results[1]) if quantize else results[0]
 
 
 def implement(o, positions, cos_sin, *, platform, **params):
@@ -94,14 +95,14 @@ def implement(o, positions, cos_sin, *, platform, **params):
     shapes = outputs(o, **params)
     if o.size == 0 or cos_sin.shape[0] == 0:
         return tuple(jnp.zeros(s.shape, s.dtype) for s in shapes)
-    x = rope(o.astype(jnp.float32), cos_sin, positions, inverse=True).reshape(shapes[0].shape)
+    x = rope(o.astype(jnp.float32), cos_sin, positions, inverse=True).reshape(shapes[0].shape)  # group after group
     inside = ((positions >= 0) & (positions < cos_sin.shape[0]))[:, None, None]
     if not params["quantize"]:
         return (jnp.where(inside, bf16(x), 0),)
     values, e = quantise_fp8(x, params["quant_group_size"], AMAX_MIN)
     values = lax.bitcast_convert_type(jnp.where(inside, values, 0), jnp.float8_e4m3fn)
     if params["tma_aligned_scales"]:
-        scales = lax.bitcast_convert_type(e8m0(e).reshape(*shapes[1].shape, 4), jnp.int32)
+        scales = lax.bitcast_convert_type(e8m0(e).reshape(*e.shape[:2], -1, 4), jnp.int32)
     else:
         scales = pow2(e)
     return values, jnp.where(inside, scales, 0)
