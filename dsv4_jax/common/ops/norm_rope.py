@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from dsv4_jax.common.ops.rms_norm import rms_norm
 from dsv4_jax.common.ops.rope import rope_factors, rotate
 
 
@@ -18,6 +19,4 @@ def key_factors(position, norm_weight, cos_sin, HEAD_DIM: tl.constexpr, RATIO: t
 @triton.jit
 def norm_rope(c, weight, cos, sin, EPS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr):
     """The finished key `[HEAD_DIM]` float32. A channel of c that is not finite makes all of it NaN."""
-    c = tl.where(tl.abs(c) < float("inf"), c, float("nan"))
-    x = c * tl.rsqrt(tl.sum(c * c, axis=0) / HEAD_DIM + EPS) * weight
-    return rotate(x, cos, sin, HEAD_DIM, ROPE_DIM)
+    return rotate(rms_norm(c, weight, EPS, HEAD_DIM), cos, sin, HEAD_DIM, ROPE_DIM)
