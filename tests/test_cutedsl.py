@@ -1,10 +1,13 @@
 """The CuTeDSL kernels without a GPU: compiled for every target, their key, their names, their errors."""
 
+import ctypes
 import dataclasses
 import functools
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -63,10 +66,11 @@ def traced(kind="csa", fmt="fp8_ds_mla", *, dtype="float32", norm="float32", sav
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_every_kernel_compiles(arch):
+    """And is one that `launch.launcher` calls with its arguments packed once."""
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "CUTE_DSL_ARCH": arch}
     done = subprocess.run(
-        [sys.executable, "tests/compile_cutedsl.py", arch], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "tests/compile_cutedsl.py"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.endswith("18 kernels compiled\n"), done.stdout
@@ -109,6 +113,119 @@ def test_the_target_is_in_the_key(fresh, monkeypatch):
 def test_one_launch(fresh):
     for kind in ("csa", "hca"):
         assert str(traced(kind)).count("= bridge_call[") == 1
+
+
+@pytest.fixture(scope="module")
+def shape():
+    """The key of a CSA kernel."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    from dsv4_jax.nvidia.ops import launch
+
+    return launch.Shape(
+        ratio=4, overlap=True, head_dim=512, rope_dim=64, eps=1e-6, page_rows=4, kv_page_rows=64, format="bf16",
+        page_bytes=64 * 1024, dtype="float32", norm_dtype="float32", save="tail", resident=4,
+    )  # fmt: skip
+
+
+def test_threads_that_compile_at_once(shape):
+    from dsv4_jax.nvidia.ops import launch, sparse_attn_compress_cutedsl
+
+    kernel = sparse_attn_compress_cutedsl._short_windows
+    shapes = [shape, dataclasses.replace(shape, dtype="bfloat16")] * 2
+    together = threading.Barrier(len(shapes))
+
+    def compiled(shape):
+        together.wait()
+        return launch.compiled(kernel, shape, "sm_90a")
+
+    with ThreadPoolExecutor(len(shapes)) as pool:
+        found = list(pool.map(compiled, shapes))
+    assert found[0] is found[2] and found[1] is found[3], "compiled twice"
+    assert found[0] is not found[1]
+
+
+class Kernel:
+    """Stands for a loaded kernel: notes what it is called with, and reports `error`."""
+
+    def __init__(self, error=0):
+        self.error, self.calls, self.repeated = error, [], []
+        self.capi_func = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(self.run)
+        self.cuda_result, self.exec_context = ctypes.c_int32(), None
+
+    def run(self, packed):
+        pointers = (ctypes.c_void_p * 22).from_address(packed)
+        self.calls.append([ctypes.c_int64.from_address(pointer).value for pointer in pointers[:21]])
+        ctypes.c_int32.from_address(pointers[21]).value = self.error
+        return 0
+
+    def run_compiled_program(self, pointers):
+        self.repeated.append([ctypes.c_int64.from_address(pointer.value).value for pointer in pointers])
+        if self.error:
+            raise RuntimeError(f"CUDA error {self.error}")
+
+
+# Arguments in the kernel's order: 13 addresses, 7 numbers, the stream.
+NAMES, NUMBERS = ("kv_cache", "closing", "kv_scale"), (("blocks", 5), ("tokens", 9))
+
+
+def passed(kv_cache, closing, kv_scale, stream):
+    return [closing, 0, 0, 0, 0, 0, 0, 0, kv_cache, 0, 0, kv_scale, 0, 9, 0, 0, 0, 0, 0, 5, stream]
+
+
+def launch_of(kernel, shape, monkeypatch):
+    from dsv4_jax.nvidia.ops import launch
+
+    monkeypatch.setattr(launch, "loaded", lambda *key: kernel)
+    return launch.Launch(launch.compiled, shape, "sm_90a", NAMES, NUMBERS)
+
+
+def test_what_a_launch_passes(shape, monkeypatch):
+    kernel = Kernel()
+    launch = launch_of(kernel, shape, monkeypatch)
+    address = 2**47 + 16
+    launch(3, address, 2, 1)
+    launch(4, 7, 8, 2**63 - 1)
+    assert kernel.calls == [passed(address, 2, 1, 3), passed(7, 8, 2**63 - 1, 4)] and kernel.repeated == []
+    for few_or_many in ((3, 1, 2), (3, 1, 2, 3, 4)):
+        with pytest.raises(ValueError, match="size"):
+            launch(*few_or_many)
+    assert len(kernel.calls) == 2
+
+
+def test_a_launch_of_another_cutlass(shape, monkeypatch):
+    kernel = Kernel()
+    del kernel.capi_func
+    launch = launch_of(kernel, shape, monkeypatch)
+    launch(3, 6, 2, 1)
+    launch(4, 7, 8, 9)
+    assert kernel.repeated == [passed(6, 2, 1, 3), passed(7, 8, 9, 4)]
+
+
+def test_a_launch_that_fails(shape, monkeypatch):
+    kernel = Kernel(error=700)
+    launch = launch_of(kernel, shape, monkeypatch)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="CUDA error 700"):
+            launch(3, 6, 2, 1)
+    kernel.error = 0
+    launch(3, 6, 2, 1)
+    assert len(kernel.calls) == 3 and len(kernel.repeated) == 2
+
+
+def test_threads_that_launch_at_once(shape, monkeypatch):
+    kernel = Kernel()
+    launch = launch_of(kernel, shape, monkeypatch)
+    together = threading.Barrier(4)
+
+    def work(stream):
+        together.wait()
+        for i in range(200):
+            launch(stream, 1000 * stream + i, stream, 0)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    expected = [passed(1000 * stream + i, stream, 0, stream) for stream in range(4) for i in range(200)]
+    assert sorted(kernel.calls) == sorted(expected)
 
 
 @pytest.mark.parametrize(

@@ -86,14 +86,32 @@ class Arguments(NamedTuple):
 STREAM = cuda.CUstream
 
 
-@functools.cache
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def _once(function):
+    """`function`, run once for the same arguments, and on one thread at a time.
+
+    `cute.compile` rewrites the code of the kernels' functions and has global state.
+    """
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def locked(*args):
+        with _ONE_AT_A_TIME:
+            return cached(*args)
+
+    return locked
+
+
+@_once
 def compiled(kernel, shape: Shape, arch: str):
     """The function `kernel(arguments, stream)` for one target. Needs no GPU; takes about a second."""
     nothing = Arguments(*(kind(0) for kind in Arguments.__annotations__.values()))
     return cute.compile(kernel, nothing, make_fake_stream(), shape, options=f"--gpu-arch {arch}")
 
 
-@functools.cache
+@_once
 def loaded(kernel, shape: Shape, arch: str):
     """The compiled function with its code on every GPU of this process."""
     try:
@@ -125,27 +143,55 @@ class Launch:
 
     def __post_init__(self):
         object.__setattr__(self, "_function", loaded(self.kernel, self.shape, self.arch))
-        object.__setattr__(self, "_where", tuple(map(Arguments._fields.index, self.names)))
+        object.__setattr__(self, "_given", 1 + len(self.names))
         object.__setattr__(self, "_of_thread", threading.local())
 
-    def __call__(self, stream: int, *addresses: int) -> None:
+    def __call__(self, *stream_and_addresses: int) -> None:
         held = self._of_thread.__dict__ or self._prepared()
         values = held["values"]
-        for i, address in zip(self._where, addresses, strict=True):
-            values[i] = address
-        values[-1] = stream
-        self._function.run_compiled_program(held["pointers"])
+        values[: self._given] = stream_and_addresses
+        held["launch"]()
+        if values[-1]:
+            self._function.run_compiled_program(held["pointers"])  # again, to raise what the error is
 
     def _prepared(self) -> dict:
-        """Every argument in eight bytes of one array, the stream last, and the addresses of these.
+        """What a thread launches with: every argument in eight bytes of one array, and a call that has their addresses.
 
         Calling the compiled function with Python objects instead would convert them one by one, at several microseconds
         each.
         """
-        numbers = dict(self.numbers)
-        values = [numbers.get(name, 0) for name in (*Arguments._fields, "stream")]
-        array = (ctypes.c_int64 * len(values))(*values)
-        first = ctypes.addressof(array)
-        self._of_thread.values = array
-        self._of_thread.pointers = [ctypes.c_void_p(first + 8 * i) for i in range(len(values))]
+        given, numbers = ("stream", *self.names), dict(self.numbers)
+        names = given + tuple(name for name in Arguments._fields if name not in given) + ("error",)
+        values = (ctypes.c_int64 * len(names))(*(numbers.get(name, 0) for name in names))
+        address = {name: ctypes.addressof(values) + 8 * i for i, name in enumerate(names)}
+        pointers = [ctypes.c_void_p(address[name]) for name in (*Arguments._fields, "stream")]
+        self._of_thread.values, self._of_thread.pointers = values, pointers
+        self._of_thread.launch = launcher(self._function, pointers, address["error"])
         return self._of_thread.__dict__
+
+
+def launcher(function, pointers: list, error: int):
+    """`function.run_compiled_program` on pointers to arguments that stay where they are.
+
+    That packs them at every call, which takes longer than the launch; this packs them once and calls the C function,
+    which cutlass keeps in attributes that it does not document. Where they are missing, it is `run_compiled_program`.
+
+    Args:
+      function: what `loaded` returns.
+      pointers: `ctypes.c_void_p` to the arguments.
+      error: the address of an int32 for the CUDA error, 0 if there is none. `run_compiled_program` raises it itself.
+    """
+    if packs_as_here(function):
+        packed = (ctypes.c_void_p * (len(pointers) + 1))(*pointers, error)
+        return functools.partial(function.capi_func, packed)
+    return functools.partial(function.run_compiled_program, pointers)
+
+
+def packs_as_here(function) -> bool:
+    """Whether a C function takes its arguments' addresses and last that of an int32, the error; see `launcher`."""
+    c_function = getattr(function, "capi_func", None)
+    return (
+        getattr(c_function, "argtypes", None) == (ctypes.c_void_p,)
+        and isinstance(getattr(function, "cuda_result", None), ctypes.c_int32)
+        and getattr(function, "exec_context", 0) is None
+    )
