@@ -37,11 +37,11 @@ class Faster(NamedTuple):
     tokens: int
 
 
-# Measured in docs/measurements/h200_triton_cutedsl.json: CSA takes 17.2 us by CuTeDSL and 20.3 by Triton at 8192
-# tokens, 121 and 133 at 65536; below, and for HCA from 8192 on, Triton is as fast or faster. But where XLA does not
-# capture the call in a command buffer, CuTeDSL's launch takes tens of microseconds of Python: so only from where the
-# GPU works on it for longer than that.
-CUTEDSL_FASTER = (Faster("compress", "9.0", (4, True), "float32", 16384),)
+# Where CuTeDSL saved 3 us a call or more in every run of docs/measurements/h200_triton_cutedsl.json: CSA takes 17 us by
+# CuTeDSL and 20 to 22 by Triton at 8192 tokens, 121 to 123 and 131 to 136 at 65536. Where XLA does not capture the call
+# in a command buffer, Python launches it, which took up to 21 us more of the host's time than Triton's launch: nothing
+# beside the GEMMs of 8192 tokens, which the GPU is still at, but more than all that a small batch could gain.
+CUTEDSL_FASTER = (Faster("compress", "9.0", (4, True), "float32", 8192),)
 
 
 def default_implementation() -> str | None:

@@ -1,8 +1,10 @@
 """`python -m dsv4_jax bench bridge`: what a call costs by jax-triton, the bridge and `cutlass.jax.cutlass_call`."""
 
 import argparse
+import datetime
 import functools
 import json
+import shlex
 import statistics
 import time
 
@@ -67,7 +69,7 @@ def main(argv: list[str]) -> int:
     for name in STEPS | KERNELS:
         if why := _why_not(name, on_cpu):
             print(f"left out: {name}: {why}")
-    report = _Report(options.json)
+    report = _Report(options.json, argv)
     print(jax.devices()[0].device_kind)
     if options.loops:
         _loops(report, [name for name in ("bridge", "triton") if name in variants], options.setting or SETTINGS)
@@ -79,9 +81,11 @@ def main(argv: list[str]) -> int:
 class _Report:
     """Rows of measurements, kept in a file as they come: a setting can take the process with it."""
 
-    def __init__(self, path):
+    def __init__(self, path, argv):
         versions = {name: installed(name) for name in ("jax", "torch", "triton", "jax-triton", "nvidia-cutlass-dsl")}
-        self.content = {"device": jax.devices()[0].device_kind, "versions": versions, "rows": [], "ratios": {}}
+        self.content = {"device": jax.devices()[0].device_kind, "versions": versions, "unit": "us"}
+        self.content |= {"command": shlex.join(["python", "-m", "dsv4_jax", "bench", "bridge", *argv])}
+        self.content |= {"date": datetime.date.today().isoformat(), "rows": [], "ratios": {}}
         self.path = path
         self.write()
 
