@@ -23,7 +23,7 @@ def store_keys(
     FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr, PAGE_BYTES: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Quantises keys `[ROWS * HEAD_DIM]` float32 and stores them at their slots `[ROWS]`, but for negative slots."""
+    """Quantises keys `[ROWS * HEAD_DIM]`, float32 or bfloat16, and stores those whose slot `[ROWS]` is not negative."""
     page = (kv_cache.to(tl.pointer_type(tl.uint8)) + (slots // KV_PAGE_ROWS).to(tl.int64) * PAGE_BYTES)[:, None]
     row = (slots % KV_PAGE_ROWS).to(tl.int64)[:, None]
     wanted = (slots >= 0)[:, None]
@@ -39,7 +39,7 @@ def store_keys(
         tl.store(values + channels, tl.reshape(bf16_bits(x), (ROWS, HEAD_DIM)), mask=wanted)
     else:
         tl.static_assert(FORMAT == "fp8")
-        code = fp8_code(tl.div_rn(x, tl.load(kv_scale)))
+        code = fp8_code(tl.div_rn(x.to(tl.float32), tl.load(kv_scale)))
         tl.store(page + row * HEAD_DIM + channels, tl.reshape(code, (ROWS, HEAD_DIM)), mask=wanted)
 
 
@@ -55,7 +55,11 @@ def _store_fp8_ds_mla(
     values = page + row * VALUE_BYTES
     # The RoPE part is its own eighth block of 64: computed with the others, not stored.
     scaled, exponents = scale_blocks(round_bf16(x), 64, 448.0, 1e-4, ROWS * HEAD_DIM)
-    tl.store(values + channels, tl.reshape(fp8_code(scaled), (ROWS, HEAD_DIM)), mask=wanted & (channels < NOPE_DIM))
+    tl.store(
+        values + channels,
+        tl.reshape(_block_codes(scaled, exponents, ROWS), (ROWS, HEAD_DIM)),
+        mask=wanted & (channels < NOPE_DIM),
+    )
     rope = (values + NOPE_DIM).to(tl.pointer_type(tl.int16)) + (channels - NOPE_DIM)
     tl.store(rope, tl.reshape(bf16_bits(x), (ROWS, HEAD_DIM)), mask=wanted & (channels >= NOPE_DIM))
     block = tl.arange(0, BLOCKS)[None, :]
@@ -68,7 +72,7 @@ def _store_indexer_fp8(
     x, page, row, wanted, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     scaled, exponents = scale_blocks(round_bf16(x), HEAD_DIM, 448.0, 1e-4, ROWS * HEAD_DIM)
-    code = tl.reshape(fp8_code(scaled), (ROWS, HEAD_DIM))
+    code = tl.reshape(_block_codes(scaled, exponents, ROWS), (ROWS, HEAD_DIM))
     tl.store(page + row * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], code, mask=wanted)
     scales = (page + KV_PAGE_ROWS * HEAD_DIM).to(tl.pointer_type(tl.int32))
     tl.store(scales + row, (exponents[:, None] + 127) << 23, mask=wanted)
@@ -132,9 +136,9 @@ def round_bf16(x):
 
 @triton.jit
 def fp8_code(x):
-    """The e4m3fn byte of x: nearest, ties to even, saturating; NaN is 0x7F."""
-    code = tl.clamp(x, -448.0, 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return tl.where(x != x, 0x7F, code).to(tl.uint8)
+    """The e4m3fn byte of x: nearest, ties to even, saturating; NaN is 0x7F, whatever its sign."""
+    x = tl.where(x != x, float("nan"), tl.clamp(x, -448.0, 448.0))
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
@@ -143,6 +147,12 @@ def scaled_fp8_code(scaled, exponents):
     if tl.max(exponents, axis=0) >= 120:  # where an infinity or a NaN may be
         scaled = tl.where(scaled != scaled, float("nan"), tl.clamp(scaled, -448.0, 448.0))
     return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _block_codes(scaled, exponents, ROWS: tl.constexpr):
+    # Several rows are bound by instructions, which the branch saves; a single one by the wait that it costs.
+    return scaled_fp8_code(scaled, exponents) if ROWS > 1 else fp8_code(scaled)
 
 
 @triton.jit
