@@ -7,6 +7,7 @@ import json
 import shlex
 import statistics
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,9 +84,15 @@ class _Report:
 
     def __init__(self, path, argv):
         versions = {name: installed(name) for name in ("jax", "torch", "triton", "jax-triton", "nvidia-cutlass-dsl")}
-        self.content = {"device": jax.devices()[0].device_kind, "versions": versions, "unit": "us"}
-        self.content |= {"command": shlex.join(["python", "-m", "dsv4_jax", "bench", "bridge", *argv])}
-        self.content |= {"date": datetime.date.today().isoformat(), "rows": [], "ratios": {}}
+        self.content: dict[str, Any] = {
+            "device": jax.devices()[0].device_kind,
+            "versions": versions,
+            "command": shlex.join(["python", "-m", "dsv4_jax", "bench", "bridge", *argv]),
+            "date": datetime.date.today().isoformat(),
+            "unit": "us",
+            "rows": [],
+            "ratios": {},
+        }
         self.path = path
         self.write()
 
