@@ -376,6 +376,20 @@ def test_an_op_around_the_compressor(timer, companion, monkeypatch):
     assert only.name == "- double tokens 16 - xla"
 
 
+def test_every_call_of_a_chain_is_done():
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    run_once = once_each(jnp.sort)
+
+    def chain(carry, x):
+        for _ in range(3):
+            carry = run_once(carry, x)
+        return carry
+
+    compiled = jax.jit(chain).lower(jnp.zeros_like(x), x).compile()
+    assert compiled.as_text().count(" sort(") == 3
+    np.testing.assert_array_equal(compiled(jnp.zeros_like(x), x), np.sort(x))
+
+
 @pytest.mark.parametrize("name", ["csa", "hca_online"])
 def test_a_bucket_is_compiled_once(name):
     """Batches of other lengths, requests and positions, padded to one size, reuse the executable."""

@@ -41,11 +41,18 @@ class Workload(NamedTuple):
 
 
 def once_each(op: Callable) -> Callable:
-    """`op(inputs) -> results` as `run`: tied to the last call's results, so that XLA does every call of a chain."""
+    """`op(inputs) -> results` as `run`, whose smallest input waits for the last call's results.
+
+    So XLA does every call of a chain, one after the other: a barrier it drops before it looks for equal calls.
+    """
 
     def run(carry, inputs):
-        _, inputs = jax.lax.optimization_barrier((carry, inputs))
-        return op(inputs)
+        last = jax.tree.leaves(carry)[0]
+        never = last[(0,) * last.ndim].astype(jnp.float32) == 0.12345  # which no result is, but XLA cannot know
+        leaves, tree = jax.tree.flatten(inputs)
+        smallest = min(range(len(leaves)), key=lambda i: leaves[i].nbytes)
+        leaves[smallest] = jnp.where(never, jnp.zeros_like(leaves[smallest]), leaves[smallest])
+        return op(jax.tree.unflatten(tree, leaves))
 
     return run
 
