@@ -46,22 +46,26 @@ def fresh(monkeypatch):
 def traced(kind="csa", fmt="fp8_ds_mla", *, dtype="float32", norm="float32", save="tail", page_rows=None, tokens=256):
     """Traces `compress` as it is lowered for CUDA."""
     config = ops.make_config(kind, fmt, page_rows)
-    metadata = CompressorMetadata.build(
-        config, jnp.array([0, tokens]), jnp.array([tokens]),
-        jnp.zeros((1, 64), jnp.int32), jnp.zeros((1, 8), jnp.int32),
-        num_tokens=tokens,
-    )  # fmt: skip
-    arguments = (
-        jnp.zeros((tokens, 2 * config.width), dtype),
-        jnp.zeros((config.compress_ratio, config.width)),
-        jnp.zeros((tokens // 64, config.page_rows, 2 * config.width)),
-        config.format.allocate(tokens // 16, config.kv_page_rows),
-        metadata,
-        jnp.ones(config.head_dim, norm),
-        jnp.zeros((tokens, 64)),
-        jnp.float32(1) if config.format.needs_scale else None,
-    )
-    return jax.make_jaxpr(functools.partial(compress.implement, config=config, save=save, platform="cuda"))(*arguments)
+
+    def make():
+        metadata = CompressorMetadata.build(
+            config, jnp.array([0, tokens]), jnp.array([tokens]),
+            jnp.zeros((1, 64), jnp.int32), jnp.zeros((1, 8), jnp.int32),
+            num_tokens=tokens,
+        )  # fmt: skip
+        return (
+            jnp.zeros((tokens, 2 * config.width), dtype),
+            jnp.zeros((config.compress_ratio, config.width)),
+            jnp.zeros((tokens // 64, config.page_rows, 2 * config.width)),
+            config.format.allocate(tokens // 16, config.kv_page_rows),
+            metadata,
+            jnp.ones(config.head_dim, norm),
+            jnp.zeros((tokens, 64)),
+            jnp.float32(1) if config.format.needs_scale else None,
+        )
+
+    call = functools.partial(compress.implement, config=config, save=save, platform="cuda")
+    return jax.make_jaxpr(call)(*jax.eval_shape(make))
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
