@@ -111,8 +111,11 @@ def _varying(aval) -> frozenset:
 
 def _like(aval, struct, varying):
     """The type of a new array, which under `jax.shard_map` differs along the axes `varying`."""
-    axes = {"manual_axis_type": type(aval.mat)(varying=varying)} if varying else {}
-    return jax.core.ShapedArray(struct.shape, struct.dtype, **axes)
+    if not varying:
+        return jax.core.ShapedArray(struct.shape, struct.dtype)
+    sharding = jax.NamedSharding(jax.sharding.get_abstract_mesh(), jax.P(*[None] * len(struct.shape)))
+    mat = type(aval.mat)(varying=varying)
+    return jax.core.ShapedArray(struct.shape, struct.dtype, sharding=sharding, manual_axis_type=mat)
 
 
 @functools.cache

@@ -273,6 +273,31 @@ def test_shard_map_wants_a_cache_for_each_device():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("axes", [("data",), ("data", "model")])
+def test_shard_map_of_an_op_that_returns_new_arrays(axes):
+    """Over all axes of the mesh, or one of two: each device has the results of its own rows."""
+    code = f"""
+        import jax, jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        import dsv4_jax
+
+        mesh = jax.make_mesh((2, 2)[: {len(axes)}], {axes}, axis_types=(jax.sharding.AxisType.Auto,) * {len(axes)})
+        ids = jnp.arange(8, dtype=jnp.int32).reshape(4, 2)
+        weights, hidden = jnp.ones((4, 2)), jnp.full((4, 128), 448, jnp.bfloat16)
+        padding = jnp.array([False, True, False, False])
+        f = jax.shard_map(
+            dsv4_jax.prepare_megamoe_inputs, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={{"data"}}
+        )
+        x, scales, ids, weights = jax.jit(f)(hidden, weights, ids, padding)
+        assert (x.astype(jnp.float32) == 448).all() and (scales == 0x7F7F7F7F).all()
+        assert ids.tolist() == [[0, 1], [-1, -1], [4, 5], [6, 7]], ids
+        assert weights.tolist() == [[1, 1], [0, 0], [1, 1], [1, 1]], weights
+        assert x.sharding.spec == P("data"), x.sharding
+    """
+    done = run_python(textwrap.dedent(code), XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    assert done.returncode == 0, done.stderr
+
+
 def test_disable_jit():
     batch, meta = arguments("bf16")
     with jax.disable_jit():
