@@ -16,7 +16,9 @@ def array(name: str, value, shape: tuple, dtypes: tuple = (jnp.float32,)) -> jax
       shape: lengths; a string stands for any length.
       dtypes: those that are accepted.
     """
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+    # JAX would take the one for a scalar, and refuse the other without the argument's name.
+    other = isinstance(value, jax.ShapeDtypeStruct | np.ma.MaskedArray)
+    if other or not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be an array of {_names(dtypes)} {_shape(shape)}")
     if not any(value.dtype == d for d in dtypes):
         raise TypeError(f"{name} has dtype {value.dtype}; it must be {_names(dtypes)}")
@@ -31,7 +33,10 @@ def array(name: str, value, shape: tuple, dtypes: tuple = (jnp.float32,)) -> jax
 def integers(name: str, value, shape: tuple) -> jax.Array:
     """Returns indices as int32; int64 beyond int32's range stays out of range instead of wrapping round."""
     if isinstance(value, list | tuple):
-        value = np.asarray(value)
+        try:
+            value = np.asarray(value, None if len(value) else np.int32)
+        except ValueError as error:
+            raise ValueError(f"{name} is a {type(value).__name__} that is no array: {error}") from error
     # NumPy's int64 is clipped as such: JAX would wrap it to int32 where x64 is off.
     if isinstance(value, np.ndarray) and value.dtype == np.int64:
         value = np.clip(value, -1, 2**31 - 1).astype(np.int32)

@@ -336,6 +336,9 @@ BAD = [
     *((op, "topk_indices", ids(6), ValueError, r"topk_indices has shape \[6\]; it must be \[T, K\]")
       for op in ("global", "combine")),
     ("global", "token_to_req", ids(5), ValueError, r"token_to_req has shape \[5\]; it must be \[6\]"),
+    ("global", "block_table", [[1], [2, 3]], ValueError, "block_table is a list that is no array: .*inhomogeneous"),
+    ("global", "block_table", np.ma.ones((2, 3), np.int32), TypeError, "block_table is a MaskedArray; it must be"),
+    ("global", "is_valid_token", jax.ShapeDtypeStruct((6,), bool), TypeError, "is_valid_token is a ShapeDtypeStruct; "),
     ("global", "block_table", ids(6), ValueError, r"block_table has shape \[6\]; it must be \[R, B\]"),
     ("global", "is_valid_token", ids(6), TypeError, "is_valid_token has dtype int32; it must be bool"),
     ("global", "is_valid_token", jnp.ones((6, 1), bool), ValueError, r"is_valid_token has shape \[6, 1\]; .*\[6\]"),
@@ -344,6 +347,7 @@ BAD = [
     ("global", "page_rows", 64.0, ValueError, r"page_rows is 64\.0; " + WHOLE.format(1)),
     ("combine", "query_start_loc", ids(2), ValueError, r"query_start_loc has shape \[2\]; it must be \[3\]"),
     ("combine", "seq_lens", ids(2, 1), ValueError, r"seq_lens has shape \[2, 1\]; it must be \[R\]"),
+    ("combine", "seq_lens", [], ValueError, r"query_start_loc has shape \[3\]; it must be \[1\]"),
     ("combine", "gather_lens", ids(3), ValueError, r"gather_lens has shape \[3\]; it must be \[2\]"),
     ("combine", "window_size", 0, ValueError, "window_size is 0; " + WHOLE.format(1)),
     ("combine", "compress_ratio", 0, ValueError, "compress_ratio is 0; " + WHOLE.format(1)),
