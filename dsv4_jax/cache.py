@@ -136,7 +136,9 @@ class CacheFormat:
             return codes[..., 0::2] | codes[..., 1::2] << 4, e8m0(exponents)
         if self.name == "bf16":
             return _bytes(bf16(keys)), jnp.zeros((*keys.shape[:-1], 0), jnp.uint8)
-        return _fp8(keys / self._checked_scale(scale)), jnp.zeros((*keys.shape[:-1], 0), jnp.uint8)
+        # A row for each key: XLA would multiply by the inverse of a scalar or of one row, which rounds otherwise.
+        divisor = jnp.where(jnp.isnan(keys), jnp.nan, self._checked_scale(scale))
+        return _fp8(keys / divisor), jnp.zeros((*keys.shape[:-1], 0), jnp.uint8)
 
     def store(
         self, cache: jax.Array, values: jax.Array, scales: jax.Array, slots: jax.Array, page_rows: int

@@ -160,3 +160,14 @@ def test_no_rows(name):
     none = jnp.zeros(0, jnp.int32)
     np.testing.assert_array_equal(fmt.store(cache, values, scales, none, 2), cache)
     assert fmt.unpack(cache, none, 2, scale=scale).shape == (0, fmt.head_dim)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_fp8_is_divided(traced):
+    """Midpoints of neighbouring codes times a scale: times its inverse, many would fall on the wrong side."""
+    scale = np.float32(0.7)
+    codes = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    keys = np.resize((codes[:-1] + codes[1:]) / 2, (5, 512)) * scale
+    pack = CACHE_FORMATS["fp8"].pack
+    values, _ = jax.jit(pack)(keys, scale) if traced else jax.jit(lambda keys: pack(keys, scale))(keys)
+    np.testing.assert_array_equal(values, (keys / scale).astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
