@@ -296,7 +296,7 @@ def _lower(ctx, *operands, caller, fn, name, result_avals, returned_tree, aliase
             "it calls Python in this process. Export the parts around it"
         )
     if caller == "raw_call":
-        callback = _run.launcher(fn, name, len(operands), len(result_avals), aliases, gpu)
+        callback = _run.launcher(fn, name, tuple(ctx.avals_in), result_avals, aliases, gpu)
     else:
         if returned_tree is None:
             run = _run.writer(fn, name, len(operands), result_avals, aliases)

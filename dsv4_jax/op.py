@@ -76,8 +76,9 @@ class Op:
         return [*updated, *(_like(flat[0], struct, varying) for struct in new)]
 
     def _lower(self, platform, ctx, *flat, tree, implementation, params):
-        config = dict(params).get("config")
-        name = implementation or platforms.choose(self.name, platform, config, ctx.avals_in[0] if flat else None)
+        config, save = dict(params).get("config"), dict(params).get("save", "tail")
+        batch = ctx.avals_in[0] if flat else None
+        name = implementation or platforms.choose(self.name, platform, config, batch, save)
         if why := platforms.why_not(name, self.name, platform, config):
             raise NotImplementedError(f"{self.name}(implementation={name!r}) cannot run on {platform}: {why}")
         implement: Callable = importlib.import_module(platforms.MODULES[name].format(op=self.name)).implement

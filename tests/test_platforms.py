@@ -25,8 +25,9 @@ def machine(monkeypatch):
     return be
 
 
-def choose(config, tokens, dtype="float32", op="compress", platform="cuda"):
-    return platforms.choose(op, platform, config, jax.ShapeDtypeStruct((tokens, 2 * config.width), jnp.dtype(dtype)))
+def choose(config, tokens, dtype="float32", op="compress", platform="cuda", save="tail"):
+    batch = jax.ShapeDtypeStruct((tokens, 2 * config.width), jnp.dtype(dtype))
+    return platforms.choose(op, platform, config, batch, save)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,7 @@ def test_by_compressor_and_size(machine, config, tokens, taken):
 def test_only_what_was_measured_is_taken(machine):
     assert choose(CSA, 65536) == "cutedsl"
     assert choose(CSA, 65536, "bfloat16") == "triton"
+    assert choose(CSA, 65536, save="all") == "triton"
     assert choose(CSA, 65536, op="compress_norm_rope_store") == "triton"
     for capability in ("8.9", "10.0", "12.0", None):
         machine(capability=capability)
@@ -73,7 +75,7 @@ def test_no_gpu_no_capability():
         assert platforms._compute_capability() is None
 
 
-def lowered(tokens, dtype):
+def lowered(tokens, dtype, save="tail"):
     """`compress`, traced for shapes alone, as it is lowered for CUDA."""
 
     def make():
@@ -85,20 +87,20 @@ def lowered(tokens, dtype):
         kv_score, ape = jnp.zeros((tokens, 2 * CSA.width), dtype), jnp.zeros((4, CSA.width))
         return kv_score, ape, states, CSA.format.allocate(8, 64), metadata, jnp.ones(512), jnp.zeros((tokens, 64))
 
-    call = jax.jit(functools.partial(dsv4_jax.compress, config=CSA))
+    call = jax.jit(functools.partial(dsv4_jax.compress, config=CSA, save=save))
     return call.trace(*jax.eval_shape(make)).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_ops_tell_the_switch_their_size_and_dtype(monkeypatch):
     seen = []
 
-    def record(op, platform, config, batch):
-        seen.append((op, platform, config, batch.shape, batch.dtype.name))
+    def record(op, platform, config, batch, save):
+        seen.append((op, platform, config, batch.shape, batch.dtype.name, save))
         return "xla"
 
     monkeypatch.setattr(platforms, "choose", record)
-    lowered(1024, "bfloat16")
-    assert seen == [("compress", "cuda", CSA, (1024, 2048), "bfloat16")]
+    lowered(1024, "bfloat16", "all")
+    assert seen == [("compress", "cuda", CSA, (1024, 2048), "bfloat16", "all")]
 
 
 def test_a_large_prefill_is_lowered_to_cutedsl(machine, monkeypatch):

@@ -234,7 +234,8 @@ def _resolve(case, op, implementation, platform):
         config = case.config
         batch = jax.ShapeDtypeStruct((case.tokens, 2 * config.width), case.dtype)
     name = implementation or platforms.default_implementation()
-    return name or platforms.choose(OPS.get(op, op), platform, config, batch)
+    save = "all" if op == "compress_all" else "tail"
+    return name or platforms.choose(OPS.get(op, op), platform, config, batch, save)
 
 
 def _line(row, labels, width):
