@@ -1,6 +1,6 @@
 """A PyTorch function inside `jax.jit`: its tensors are XLA's own buffers, on the CPU and on a GPU.
 
-pip install 'dsv4-jax[flax]' torch
+pip install '.[flax]' torch
 python examples/from_torch.py
 """
 

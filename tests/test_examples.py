@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,13 @@ def test_example(name):
     assert re.fullmatch(SAYS[name], done.stdout), done.stdout
 
 
-def test_the_program_in_the_docs():
-    pytest.importorskip("flax")
-    program = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "layer.md").read_text(), re.DOTALL)[1]
+# How many of a page's programs run, each after those before it; the others name files and meshes that are not there.
+@pytest.mark.parametrize(("page", "package", "count"), [("layer", "flax", 3), ("bridge", "torch", 4)])
+def test_the_programs_in_the_docs(page, package, count):
+    pytest.importorskip(package)
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    programs = re.findall(r"^ *```python\n(.*?)```", text, re.DOTALL | re.MULTILINE)
+    program = "\n".join(map(textwrap.dedent, programs[:count]))
     said = re.findall(r"^print\(.*\)  # (.*)$", program, re.MULTILINE)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert said and done.stdout.splitlines() == said, done.stderr
+    assert said and done.returncode == 0 and done.stdout.splitlines() == said, done.stderr

@@ -30,7 +30,8 @@ def plot(record: dict, output: str) -> None:
         1, len(labels), figsize=(7 * len(labels) + 3, 6.5), squeeze=False, sharey=True, layout="constrained"
     )
     gigabytes = record["bandwidth"] / 1e9
-    figure.suptitle(f"{record['device']}: {gigabytes:,.0f} GB/s copied, {record['launch']:.2f} µs a launch", color=INK)
+    title = f"{record['device']}: {gigabytes:,.0f} GB/s copied, {record['launch']:.2f} µs a launch"
+    figure.suptitle(title, color=INK, x=0.02, ha="left")
     names = list(dict.fromkeys(map(_name, record["rows"])))
     colours = {name: plt.get_cmap("turbo")((i + 0.5) / len(names)) for i, name in enumerate(names)}
     first = record["rows"][0]["implementation"] if record["rows"] else ""

@@ -46,7 +46,7 @@ def write(file: str, record: dict) -> None:
 def read(file: str) -> dict:
     """Reads a JSON that `write` wrote; ValueError where it is another."""
     record = json.loads(Path(file).read_text())
-    if not isinstance(record, dict) or not {"device", "bandwidth", "rows"} <= record.keys():
+    if not isinstance(record, dict) or not {"device", "driver", "bandwidth", "launch", "rows"} <= record.keys():
         raise ValueError(f"{file} is not a result of the bench")
     return record
 
