@@ -103,7 +103,8 @@ class CompressorMetadata:
     ) -> "CompressorMetadata":
         """Builds metadata from slots that a scheduler already has, as vLLM's does. Works under `jax.jit`.
 
-        With the online state a token whose position does not follow from that of its request's first does nothing.
+        With the online state a token whose position does not follow from that of its request's first saves nothing and
+        closes nothing; to the tokens after it its row counts by its place.
 
         Args: the attributes of the same names, int32 (int64 where JAX has x64 on); `config` and `rollback` as `build`.
         """
@@ -240,10 +241,13 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
 def _runs(config, seq_lens, positions, block_table, query_start_loc):
     """`CompressorMetadata.runs`; `seq_lens` counts the tokens that the batch has, 0 where it has none."""
     requests = jnp.arange(block_table.shape[0], dtype=jnp.int32)
-    first = jnp.where(seq_lens > 0, _take(positions, query_start_loc[:-1], -1), -1)
+    begin = query_start_loc[:-1]
+    first = _take(positions, begin, -1)
+    # Tokens at negative positions are passed over.
+    begin, first = begin + jnp.maximum(-first, 0), jnp.maximum(first, 0)
     before = jnp.where(first % config.compress_ratio > 0, first - 1, -1)
-    runs = [query_start_loc[:-1], seq_lens - first, first, _state_slots(config, block_table, requests, before)]
-    return jnp.where(first >= 0, jnp.stack(runs), -1).T
+    runs = [begin, seq_lens - first, first, _state_slots(config, block_table, requests, before)]
+    return jnp.where(seq_lens > 0, jnp.stack(runs), -1).T
 
 
 def _compact(mask, size):

@@ -143,6 +143,25 @@ def test_wrong_slots(requests, implementation):
         after.assert_states([kept, [], []])
 
 
+@pytest.mark.parametrize("requests", [12, 1])  # one launch, two
+def test_negative_positions_are_passed_over(requests, implementation):
+    """A request whose first rows are no tokens begins at position 0."""
+    feed = Feed(online(), implementation)
+    before, tokens = 2, 10
+    positions = np.arange(-before, tokens, dtype=np.int32)
+    page = np.concatenate([feed.table[:1], np.full((requests - 1, 1), -1, np.int32)])
+    slots = np.full(len(positions), page[0, 0], np.int32)
+    keys = np.concatenate([np.full(before, -1, np.int32), feed.whole.kv_slot_mapping[:tokens]])
+    starts = np.array([0, *[len(positions)] * requests], np.int32)
+    meta = CompressorMetadata.from_slots(feed.config, positions, 0 * positions, slots, keys, page, starts)
+    rows = feed.whole.kv_score[:tokens]
+    kv_score = jnp.asarray(np.concatenate([np.full((before, rows.shape[1]), np.nan, rows.dtype), rows]))
+    feed.state, feed.cache = feed.compress(kv_score, feed.state, feed.cache, meta)
+    feed.done[0] = tokens
+    assert feed.check() == 1
+    feed.assert_states([[9], [], []])
+
+
 # Errors.
 
 
