@@ -165,7 +165,9 @@ def _input_aval(arg: Any, what: str) -> jax.core.ShapedArray:
         elif type(arg).__module__.partition(".")[0] == "torch":
             hint = "use bridge.to_jax, or let the function close over it"
         raise TypeError(f"{what} is a {type(arg).__name__}; it must be an array ({hint})")
-    return _aval(jax.typeof(arg), what)
+    aval = _aval(jax.typeof(arg), what)
+    require_x64(arg.dtype, what)  # NumPy's, which jax.typeof has narrowed
+    return aval
 
 
 def _declared_avals(declared: Any, what: str) -> tuple[tuple[jax.core.ShapedArray, ...], Any]:

@@ -159,5 +159,8 @@ def test_64_bits_need_x64():
         torch_call(double_into, jnp.ones(3), out_type=Type((3,), np.int64))
     with pytest.raises(TypeError, match=r"returned\['i'\] has dtype int64.*jax_enable_x64"):
         torch_call(lambda x: {"i": x.argmax()}, jnp.ones(3))
+    for call in (torch_call, raw_call):
+        with pytest.raises(TypeError, match=r"argument 0 of double_into has dtype float64.*jax_enable_x64.*float32"):
+            call(double_into, np.ones(3), out_type=Type((3,), np.float32))
     with jax.enable_x64(True):
         assert_same_bytes(torch_call(lambda x: x.argmax(), np.float32([1, 3, 2])), np.int64(1))

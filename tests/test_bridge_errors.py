@@ -18,7 +18,7 @@ from bridge import torch_call
         ({"fn": type("F", (), {"__call__": double_into, "__hash__": None})()}, TypeError, "fn, a F, is not hashable"),
         ({"args": [3]}, TypeError, r"argument 0 of double_into is a int.*functools\.partial"),
         ({"args": [None]}, TypeError, "argument 0 of double_into is a NoneType"),
-        ({"args": [np.ones(3), (jnp.ones(3),)]}, TypeError, "argument 1 of double_into is a tuple.*pytrees"),
+        ({"args": [jnp.ones(3), (jnp.ones(3),)]}, TypeError, "argument 1 of double_into is a tuple.*pytrees"),
         ({"args": [torch.ones(3)]}, TypeError, "argument 0 of double_into is a Tensor.*to_jax"),
         ({"out_type": 3}, TypeError, "out_type is 3; it must be a jax.ShapeDtypeStruct"),
         ({"out_type": [Type((), int), "x"]}, TypeError, r"out_type\[1\] is 'x'"),
