@@ -104,7 +104,8 @@ class CompressorMetadata:
         """Builds metadata from slots that a scheduler already has, as vLLM's does. Works under `jax.jit`.
 
         With the online state a token whose position does not follow from that of its request's first saves nothing and
-        closes nothing; to the tokens after it its row counts by its place.
+        closes nothing; to the tokens after it its row counts by its place. A slot other than the block table gives for
+        its position saves nothing.
 
         Args: the attributes of the same names, int32 (int64 where JAX has x64 on); `config` and `rollback` as `build`.
         """
@@ -192,7 +193,9 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
         begin = _take(query_start_loc, token_to_req, -1)
         ahead = jnp.arange(tokens, dtype=jnp.int32) - begin
         real &= (begin >= 0) & (ahead >= 0) & (positions - ahead == _take(positions, begin, -1))
-        slot_mapping = jnp.where(real, slot_mapping, -1)
+        # The state before a token is looked up by the block table: it must be where that token's was saved.
+        held = _state_slots(config, block_table, token_to_req, positions)
+        slot_mapping = jnp.where(real & (slot_mapping == held), slot_mapping, -1)
         kv_slot_mapping = jnp.where(real, kv_slot_mapping, -1)
     request = jnp.where(real, token_to_req, -1)
     at = jnp.where(real, token_to_req, requests)

@@ -162,6 +162,15 @@ def test_negative_positions_are_passed_over(requests, implementation):
     feed.assert_states([[9], [], []])
 
 
+def test_slots_that_contradict_the_block_table_save_nothing():
+    config, zeros = online(page_rows=4), np.zeros(2, np.int32)
+    for slots, saved in (([9, 10], []), ([5, 6], [5, 6]), ([6, 6], [6])):  # page 1 holds slots 4 to 7
+        meta = CompressorMetadata.from_slots(
+            config, np.array([1, 2]), zeros, np.array(slots), zeros - 1, np.array([[1]]), np.array([0, 2])
+        )
+        assert [slot for slot in meta.saving[:, 2].tolist() if slot >= 0] == saved
+
+
 # Errors.
 
 
