@@ -345,8 +345,8 @@ def test_sharded_over_gpus():
 # A decode loop with everything in one step.
 
 
-def decode_loop(implementation, requests, steps, hidden_size=HIDDEN):
-    layers = {kind: make_layer(config, hidden_size) for kind, config in CONFIGS.items()}
+def decode_loop(implementation, requests, steps, hidden_size=HIDDEN, kinds=tuple(CONFIGS)):
+    layers = {kind: make_layer(CONFIGS[kind], hidden_size) for kind in kinds}
     loop = DecodeLoop(layers, requests, steps, implementation)
     caches = [cache for pair in loop.state[1].values() for cache in pair]
     assert not ops.copies(loop.compile(), *caches)
@@ -364,21 +364,25 @@ def test_decode_loop():
 
 
 @pytest.mark.gpu
-def test_decode_loop_on_a_gpu():
-    serving.assert_alike(*(decode_loop(i, requests=64, steps=200, hidden_size=1024) for i in ("triton", "xla")))
+@pytest.mark.parametrize(("implementation", "kinds"), [("triton", tuple(CONFIGS)), ("cutedsl", ("csa", "hca"))])
+def test_decode_loop_on_a_gpu(implementation, kinds):
+    loops = (decode_loop(i, requests=64, steps=200, hidden_size=1024, kinds=kinds) for i in (implementation, "xla"))
+    serving.assert_alike(*loops)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "fast"), [*((kind, "triton") for kind in CONFIGS), ("csa", "cutedsl"), ("hca", "cutedsl")]
+)
 @pytest.mark.parametrize("save", ["tail", "all"])
-def test_prefill_on_a_gpu(kind, save):
+def test_prefill_on_a_gpu(kind, fast, save):
     layer = make_layer(CONFIGS[kind], 1024, param_dtype=jnp.bfloat16)
     hidden = [hidden_states(n, 1024, seed=n).astype(jnp.bfloat16) for n in (700, 33)]
     caches = {}
-    for implementation in ("triton", "xla"):
+    for implementation in (fast, "xla"):
         prefilled = Server(layer, 2, 700, chunk=400, save=save, implementation=implementation)
         for a in (0, 350):
             prefilled.feed(*(h[a : a + 350] for h in hidden))
         states, cache = prefilled.caches
         caches[implementation] = {kind: (jnp.nan_to_num(states, nan=7.0), cache)}
-    serving.assert_alike(caches["triton"], caches["xla"])
+    serving.assert_alike(caches[fast], caches["xla"])
