@@ -5,6 +5,7 @@ row after row, then its scales, row after row; plain formats are ordinary `[page
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -237,6 +238,11 @@ CACHE_FORMATS = {
         CacheFormat("fp8", 512, 512, 0, jnp.dtype(jnp.float8_e4m3fn)),
     )
 }
+
+
+def page_stride(cache) -> int:
+    """Bytes from one page to the next, of a cache of any format."""
+    return math.prod(cache.shape[1:]) * cache.dtype.itemsize
 
 
 def quantise_fp8(x, block, amax_min=FP8_AMAX_MIN):

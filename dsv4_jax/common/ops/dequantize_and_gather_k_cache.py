@@ -7,7 +7,7 @@ rows wanted, and a program a block of `out` would mostly be one that leaves at o
 import triton
 import triton.language as tl
 
-from dsv4_jax.cache import CACHE_FORMATS
+from dsv4_jax.cache import page_stride
 from dsv4_jax.common.ops.launch import launch
 from dsv4_jax.common.ops.quantise_store import bf16_bits
 
@@ -26,7 +26,6 @@ def implement(
     pages, columns = cache.shape[0], block_table.shape[1]
     if not (out.size and pages and columns):
         return (out,)
-    fmt = CACHE_FORMATS[cache_format]
     rows = TILE // head_dim
     programs = min(triton.cdiv(length, rows), max(PROGRAMS_OF_REQUEST, triton.cdiv(PROGRAMS, requests)))
     return launch(
@@ -38,7 +37,7 @@ def implement(
             "FORMAT": cache_format,
             "HEAD_DIM": head_dim,
             "PAGE_ROWS": page_rows,
-            "PAGE_BYTES": cache.shape[1] if fmt.packed else page_rows * fmt.value_bytes,
+            "PAGE_BYTES": page_stride(cache),
             "ROWS": rows,
         },
         cache=cache,

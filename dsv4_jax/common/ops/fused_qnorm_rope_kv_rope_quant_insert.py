@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from dsv4_jax.cache import CACHE_FORMATS
+from dsv4_jax.cache import page_stride
 from dsv4_jax.common.ops.launch import launch
 from dsv4_jax.common.ops.quantise_store import bf16_bits, store_key
 from dsv4_jax.common.ops.rms_norm import rms_norm
@@ -22,7 +22,6 @@ def implement(
     out = jax.ShapeDtypeStruct((tokens, padded_heads, head_dim), jnp.bfloat16)
     if tokens == 0 or cos_sin.shape[0] == 0:
         return cache, jnp.zeros(out.shape, out.dtype)
-    fmt = CACHE_FORMATS[cache_format]
     programs = triton.cdiv(padded_heads, TILE) + 1
     return launch(
         _qnorm_insert_kernel,
@@ -40,7 +39,7 @@ def implement(
             "EPS": eps,
             "FORMAT": cache_format,
             "PAGE_ROWS": page_rows,
-            "PAGE_BYTES": cache.shape[1] if fmt.packed else page_rows * fmt.value_bytes,
+            "PAGE_BYTES": page_stride(cache),
         },
         q=q,
         kv=kv,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from dsv4_jax.cache import page_stride
 from dsv4_jax.common.ops.launch import launch
 from dsv4_jax.common.ops.norm_rope import key_factors, norm_rope
 from dsv4_jax.common.ops.quantise_store import store_key
@@ -48,7 +49,7 @@ def implement(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_s
     }
     store = {
         "FORMAT": config.cache_format,
-        "PAGE_BYTES": kv_cache.shape[1] if config.format.packed else config.kv_page_rows * config.format.value_bytes,
+        "PAGE_BYTES": page_stride(kv_cache),
         "EPS": config.eps,
         "ROPE_DIM": config.rope_head_dim,
     }

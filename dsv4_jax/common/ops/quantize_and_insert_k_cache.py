@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dsv4_jax.cache import CACHE_FORMATS
+from dsv4_jax.cache import page_stride
 from dsv4_jax.common.ops.launch import launch
 from dsv4_jax.common.ops.quantise_store import store_keys
 
@@ -16,7 +16,6 @@ def implement(k, cache, slots, kv_scale, *, cache_format, page_rows, platform):
     pages = cache.shape[0]
     if tokens == 0 or pages == 0:
         return (cache,)
-    fmt = CACHE_FORMATS[cache_format]
     rows = TILE // head_dim
     return launch(
         _insert_kernel,
@@ -27,7 +26,7 @@ def implement(k, cache, slots, kv_scale, *, cache_format, page_rows, platform):
             "FORMAT": cache_format,
             "HEAD_DIM": head_dim,
             "PAGE_ROWS": page_rows,
-            "PAGE_BYTES": cache.shape[1] if fmt.packed else page_rows * fmt.value_bytes,
+            "PAGE_BYTES": page_stride(cache),
             "ROWS": rows,
         },
         k=k,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from dsv4_jax import checks
 from dsv4_jax.common.reference import online
 from dsv4_jax.common.reference.compress_norm_rope_store import check_store, store_keys
-from dsv4_jax.common.reference.save_partial_states import store_states
+from dsv4_jax.common.reference.save_partial_states import set_rows, store_states
 from dsv4_jax.config import CompressorConfig
 from dsv4_jax.metadata import CompressorMetadata
 from dsv4_jax.op import Op
@@ -93,7 +93,7 @@ def implement(
     # The windows are read before the states are written, so that XLA need not copy the state cache.
     state_cache, kv_cache, states = jax.lax.optimization_barrier((state_cache, kv_cache, states))
     if states is not None:
-        return online.store_states(state_cache, *states), kv_cache
+        return set_rows(state_cache, *states), kv_cache
     if save == "all":
         row, positions, slots = slice(None), metadata.positions, metadata.slot_mapping
     else:

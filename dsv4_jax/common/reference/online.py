@@ -29,14 +29,6 @@ def saved_states(kv_score, ape, state_cache, metadata, config) -> tuple[jax.Arra
     return jnp.concatenate(states, axis=1), jnp.where(real, slot, -1)
 
 
-def store_states(state_cache, states, slots):
-    """Writes states at their slots; a slot outside the cache writes nothing."""
-    pages, page_rows, _ = state_cache.shape
-    inside = (slots >= 0) & (slots // page_rows < pages)
-    page = jnp.where(inside, slots // page_rows, pages)
-    return state_cache.at[page, slots % page_rows].set(states, mode="drop", unique_indices=True)
-
-
 def _states(kv_score, ape, state_cache, row, position, in_batch, before, config):
     """Maximum, sum and weighted sum `[N, W]` of windows up to a batch row.
 

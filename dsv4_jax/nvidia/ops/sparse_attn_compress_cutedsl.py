@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from cutlass import Float32, Int32, Int64
 
 import bridge
+from dsv4_jax.cache import page_stride
 from dsv4_jax.nvidia.ops import launch, support
 from dsv4_jax.nvidia.ops.launch import Arguments, Shape
 from dsv4_jax.nvidia.ops.memory import load, load4, store4, store_in_peer
@@ -157,9 +158,6 @@ def launched(call, out_type=None, *, command_buffer_compatible=True):
 
 
 def _shape(config, windows, kv_cache=None, kv_score=None, norm_weight=None, save="none"):
-    page_bytes = 0
-    if kv_cache is not None:
-        page_bytes = kv_cache.shape[1] if config.format.packed else config.kv_page_rows * config.format.value_bytes
     return Shape(
         ratio=config.compress_ratio,
         overlap=config.overlap,
@@ -169,7 +167,7 @@ def _shape(config, windows, kv_cache=None, kv_score=None, norm_weight=None, save
         page_rows=config.page_rows,
         kv_page_rows=config.kv_page_rows,
         format="compressed" if kv_cache is None else config.cache_format,
-        page_bytes=page_bytes,
+        page_bytes=0 if kv_cache is None else page_stride(kv_cache),
         dtype=None if kv_score is None else kv_score.dtype.name,
         norm_dtype="float32" if norm_weight is None else norm_weight.dtype.name,
         save=save,
