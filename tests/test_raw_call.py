@@ -2,6 +2,11 @@
 
 import ctypes
 import functools
+import gc
+import itertools
+import signal
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +14,7 @@ import numpy as np
 import pytest
 from bridging import OwnError, Type, assert_same_bytes, copy_bytes, on_cpu_only, run_python
 
-from bridge import raw_call
+from bridge import _call, _run, raw_call
 
 
 def add_one(stream, address):
@@ -114,3 +119,186 @@ def test_raw_call_needs_no_torch():
                 ctypes.memmove(target, source, x.nbytes)
             assert (jax.jit(lambda x: bridge.raw_call(copy, x, out_type=x))(x) == x).all()
     """)
+
+
+# How the addresses are found.
+
+
+@on_cpu_only
+def test_raw_call_asks_dlpack_at_the_first_run_only(monkeypatch):
+    asked, ask = [], _run._dlpack_address
+    monkeypatch.setattr(_run, "_dlpack_address", lambda buffer: asked.append(1) or ask(buffer))
+    x = jnp.arange(6, dtype=jnp.int32)
+    f = jax.jit(lambda x: raw_call(copy_bytes(24), x, out_type=Type.like(x)))
+    for i in range(4):
+        np.testing.assert_array_equal(f(x + i), np.arange(6) + i)
+    assert len(asked) == 2
+
+
+@on_cpu_only
+def test_raw_call_of_a_jaxlib_whose_buffers_are_not_understood(monkeypatch):
+    monkeypatch.setattr(_run, "_words_by_hash", lambda buffers: False)
+    test_raw_call_order_and_scratch()
+    test_raw_call_of_scalars_and_empty_arrays((0, 3))
+
+
+@on_cpu_only
+def test_raw_call_of_a_jax_without_a_list_of_callbacks(monkeypatch):
+    hidden = lambda x, name, *default: default[0] if name == "host_callbacks" else getattr(x, name, *default)
+    monkeypatch.setattr(_call, "getattr", hidden, raising=False)
+    test_raw_call_order_and_scratch()
+    test_raw_call_may_return_nothing_only()
+
+
+class Buffer:
+    """Has the address of what stands for its data, an object, in the field `data`."""
+
+    __slots__ = ("data", "dtype", "shape")
+
+    def __init__(self, data, dtype=None, shape=None):
+        self.data, self.dtype, self.shape = data, dtype or object(), shape or object()
+
+    def __dlpack__(self):
+        return id(self.data)
+
+
+class Hashed(Buffer):
+    __slots__ = ()
+
+    def __hash__(self):
+        return 12345
+
+
+def test_the_field_with_the_address_is_found_or_not_used(monkeypatch):
+    monkeypatch.setattr(_run, "_dlpack_address", Buffer.__dlpack__)
+    several = [Buffer(object()) for _ in range(5)]
+    words = _run._words_by_hash(tuple(several[:3]))
+    assert [words[hash(buffer)] for buffer in several] == [id(buffer.data) for buffer in several]
+    first, second = object(), object()
+    assert _run._words_by_hash((Buffer(first, dtype=first),)) is False  # it may be in either
+    assert _run._words_by_hash((Buffer(first, dtype=first), Buffer(second, shape=second)))
+    monkeypatch.setattr(_run, "_dlpack_address", lambda buffer: id(buffer.data) + 1)
+    assert _run._words_by_hash(tuple(several)) is False
+    monkeypatch.setattr(_run, "_dlpack_address", lambda buffer: 0)
+    assert _run._words_by_hash(tuple(several)) is False  # of empty arrays, perhaps
+
+
+def test_no_memory_is_read_where_a_hash_is_no_address(monkeypatch):
+    monkeypatch.setattr(_run, "_dlpack_address", Buffer.__dlpack__)
+    monkeypatch.setattr(_run, "_every_other_word", lambda start: pytest.fail("read"))
+    assert _run._words_by_hash((Buffer(object()), Hashed(object()))) is False
+
+
+@on_cpu_only
+@pytest.mark.parametrize("empty", range(3))
+def test_raw_call_order_with_aliases_and_empty_arrays(empty):
+    """Two inputs are updated in place, in the other order; one of the three arrays has no elements."""
+    sizes = [0 if i == empty else 8 + i for i in range(3)]
+    inputs = [np.arange(size, dtype=np.uint8) + 10 * i for i, size in enumerate(sizes)]
+
+    def fn(stream, first, second, third, out, scratch):
+        for address, size in zip((first, third), (sizes[0], sizes[2]), strict=True):
+            for i in range(size):
+                ctypes.c_uint8.from_address(address + i).value += 100
+        ctypes.memmove(scratch, second, sizes[1])
+        ctypes.memmove(out, scratch, sizes[1])
+
+    types = [Type(x.shape, x.dtype) for x in inputs]
+    third, second, first = jax.jit(
+        lambda *xs: raw_call(
+            fn, *xs, out_type=types[::-1], input_output_aliases={0: 2, 2: 0}, scratch_type=Type((16,), np.uint8)
+        )
+    )(*inputs)
+    for actual, expected in ((first, inputs[0] + 100), (second, inputs[1]), (third, inputs[2] + 100)):
+        assert_same_bytes(actual, expected)
+
+
+# Programs and threads.
+
+
+@on_cpu_only
+def test_raw_call_on_threads_at_once():
+    """Each thread has programs of its own, and one that all share."""
+    shared = jax.jit(lambda x: raw_call(copy_bytes(800), x, out_type=Type.like(x)))
+
+    def work(i):
+        own = jax.jit(lambda x: raw_call(copy_bytes(800), x, out_type=Type.like(x)) + i)
+        xs = [np.full(200, 100 * i + j, np.float32) for j in range(30)]
+        return [(x + i, np.asarray(own(shared(x)))) for x in xs]
+
+    with ThreadPoolExecutor(8) as pool:
+        for expected, actual in itertools.chain.from_iterable(pool.map(work, range(8))):
+            np.testing.assert_array_equal(actual, expected)
+
+
+@on_cpu_only
+def test_raw_call_function_lives_as_long_as_its_programs():
+    def make():
+        copy = copy_bytes(12)
+        return jax.jit(lambda x: raw_call(copy, x, out_type=Type.like(x))).lower(jnp.ones(3)).compile(), copy
+
+    compiled, copy = make()
+    alive = weakref.ref(copy)
+    del copy
+    jax.clear_caches()
+    gc.collect()
+    np.testing.assert_array_equal(compiled(jnp.arange(3.0)), [0, 1, 2])
+    del compiled
+    jax.clear_caches()
+    gc.collect()
+    assert alive() is None
+
+
+def test_xla_calls_the_bridge_and_not_through_jax():
+    def fn(*_):
+        raise OwnError
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="OwnError") as caught:
+        raw_call(fn, jnp.ones(3), out_type=Type((3,), jnp.float32)).block_until_ready()
+    assert "_run.py" in str(caught.value) and "buffer_callback.py" not in str(caught.value)
+
+
+@on_cpu_only
+def test_what_a_signal_raises_reaches_the_user():
+    """Within a call, on the main thread, where Python runs its handlers; the program after it is well."""
+
+    def handler(*_):
+        raise OwnError("by a signal")
+
+    def fn(stream, source, target):
+        signal.raise_signal(signal.SIGUSR1)
+        ctypes.memmove(target, source, 12)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        f = jax.jit(lambda x: raw_call(fn, x, out_type=Type.like(x)))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="OwnError: by a signal"):
+            f(jnp.ones(3)).block_until_ready()
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        np.testing.assert_array_equal(f(jnp.ones(3)), [1, 1, 1])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@on_cpu_only
+def test_a_program_from_the_persistent_cache_calls_its_own_function(tmp_path):
+    """Two programs that differ in nothing but the function: the second is read from the cache."""
+    run_python(
+        """
+        import ctypes, jax, jax.numpy as jnp
+        from bridge import raw_call
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        events = []
+        jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rpartition("/")[2]))
+        def writes(value):
+            def fn(stream, target):
+                ctypes.c_float.from_address(target).value = value
+            return fn
+        for value in (1.0, 2.0):
+            program = jax.jit(lambda: raw_call(writes(value), out_type=jax.ShapeDtypeStruct((), jnp.float32)))
+            assert float(program()) == value
+        assert events.count("cache_hits") == events.count("cache_misses") == 1, events
+        """,
+        JAX_COMPILATION_CACHE_DIR=str(tmp_path),
+    )

@@ -28,10 +28,10 @@ that only the GPU's time counts; scan: 20 steps of an op and an addition; fresh:
 at each call. The op is `compress` of a CSA decode step of 8 requests: 11 buffers, two of them inputs updated in place,
 and 2 us or less on an H200."""
 
-# What an uncaptured call consists of, each step with what the one before has; and what is compared.
+# What a call that is not captured consists of, and what is compared.
 STEPS = {
     "empty callback": "jax's buffer_callback of a function that does nothing",
-    "addresses": "raw_call of a function that does nothing: the buffers' addresses",
+    "addresses": "raw_call of a function that does nothing, not captured: the buffers' addresses",
     "launch": "the bridge, not captured: the kernel is launched",
     "tensors": "an empty callback that makes a tensor of each buffer by DLPack",
     "torch_call": "torch_call of a function that does nothing: tensors, stream, gradient mode",
@@ -140,7 +140,9 @@ def _calls(report, variants, on_cpu):
         ("bridge, captured / cutlass_call", "bridge", "cutlass_call", "hidden"),
         ("bridge, captured / cutlass_call, host included", "bridge", "cutlass_call", "chain"),
         ("bridge, not captured / empty callback", "launch", "empty callback", "chain"),
+        ("bridge, not captured / empty callback, lone", "launch", "empty callback", "lone"),
         ("addresses / empty callback", "addresses", "empty callback", "chain"),
+        ("addresses / empty callback, lone", "addresses", "empty callback", "lone"),
         ("torch_call / empty callback", "torch_call", "empty callback", "chain"),
     ):
         if column in times.get(over, {}) and column in times.get(under, {}):

@@ -144,30 +144,31 @@ class Launch:
     def __post_init__(self):
         object.__setattr__(self, "_function", loaded(self.kernel, self.shape, self.arch))
         object.__setattr__(self, "_given", 1 + len(self.names))
-        object.__setattr__(self, "_of_thread", threading.local())
+        object.__setattr__(self, "_of_thread", {})
 
     def __call__(self, *stream_and_addresses: int) -> None:
-        held = self._of_thread.__dict__ or self._prepared()
-        values = held["values"]
+        values, launch, pointers = self._of_thread.get(threading.get_ident()) or self._prepared()
         values[: self._given] = stream_and_addresses
-        held["launch"]()
+        launch()
         if values[-1]:
-            self._function.run_compiled_program(held["pointers"])  # again, to raise what the error is
+            self._function.run_compiled_program(pointers)  # again, to raise what the error is
 
-    def _prepared(self) -> dict:
+    def _prepared(self) -> tuple:
         """What a thread launches with: every argument in eight bytes of one array, and a call that has their addresses.
 
         Calling the compiled function with Python objects instead would convert them one by one, at several microseconds
         each.
+
+        It is kept by the thread's number, as no two threads have one number at a time. A `threading.local` would be
+        empty at every call on a thread that Python did not start, as XLA's own are.
         """
         given, numbers = ("stream", *self.names), dict(self.numbers)
         names = given + tuple(name for name in Arguments._fields if name not in given) + ("error",)
         values = (ctypes.c_int64 * len(names))(*(numbers.get(name, 0) for name in names))
         address = {name: ctypes.addressof(values) + 8 * i for i, name in enumerate(names)}
         pointers = [ctypes.c_void_p(address[name]) for name in (*Arguments._fields, "stream")]
-        self._of_thread.values, self._of_thread.pointers = values, pointers
-        self._of_thread.launch = launcher(self._function, pointers, address["error"])
-        return self._of_thread.__dict__
+        held = values, launcher(self._function, pointers, address["error"]), pointers
+        return self._of_thread.setdefault(threading.get_ident(), held)
 
 
 def launcher(function, pointers: list, error: int):
@@ -183,7 +184,9 @@ def launcher(function, pointers: list, error: int):
     """
     if packs_as_here(function):
         packed = (ctypes.c_void_p * (len(pointers) + 1))(*pointers, error)
-        return functools.partial(function.capi_func, packed)
+        # Without types of arguments and result ctypes has nothing to convert, which halves what it takes.
+        untyped = ctypes.CFUNCTYPE(None)(ctypes.cast(function.capi_func, ctypes.c_void_p).value)
+        return functools.partial(untyped, ctypes.byref(packed))
     return functools.partial(function.run_compiled_program, pointers)
 
 
