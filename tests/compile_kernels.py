@@ -66,6 +66,8 @@ def compile_launches(target: GPUTarget) -> dict:
         first = config.cache_format in ("fp8_ds_mla", "indexer_fp8")
         for dtype, save in itertools.product((jnp.float32, jnp.bfloat16), ("tail", "all") if first else ("tail",)):
             jax.eval_shape(lambda c=config, d=dtype, s=save: _run(c, d, s))
+        if config.overlap:  # batches of many requests have another kernel
+            jax.eval_shape(lambda c=config: _run(c, jnp.float32, "tail", requests=256))
     jax.eval_shape(_save_other_widths)
     jax.eval_shape(_online)
     jax.eval_shape(_topk_indices)
@@ -76,14 +78,14 @@ def compile_launches(target: GPUTarget) -> dict:
     return compiled
 
 
-def _run(config, dtype, save):
+def _run(config, dtype, save, requests=1):
     tokens = 256
     metadata = CompressorMetadata.build(
         config,
-        jnp.array([0, tokens]),
-        jnp.array([tokens]),
-        jnp.zeros((1, tokens // config.page_rows), jnp.int32),
-        jnp.zeros((1, 8), jnp.int32),
+        jnp.arange(requests + 1),
+        jnp.ones(requests, jnp.int32),
+        jnp.zeros((requests, tokens // config.page_rows), jnp.int32),
+        jnp.zeros((requests, 8), jnp.int32),
         num_tokens=tokens,
     )
     kv_score = jnp.zeros((tokens, 2 * config.width), dtype)

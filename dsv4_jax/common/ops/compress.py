@@ -16,7 +16,8 @@ from dsv4_jax.common.ops.launch import launch
 from dsv4_jax.common.ops.norm_rope import key_factors, norm_rope
 from dsv4_jax.common.ops.quantise_store import store_key
 from dsv4_jax.common.ops.save_partial_states import save_rows
-from dsv4_jax.common.ops.window import TILE, closing_window, has_rows, load_window, softmax_sum
+from dsv4_jax.common.ops.softmax import softmax_sum
+from dsv4_jax.common.ops.window import TILE, closing_window, has_rows, load_window
 
 
 def implement(
@@ -74,13 +75,15 @@ def implement(
     }
     block = min(config.head_dim, max(16, TILE // config.window))
     if block == config.head_dim:
+        # Of a batch of many tokens a request nearly all windows lie in it. For bfloat16 registers run short.
+        ahead = from_batch and kv_score.dtype == jnp.float32 and 2 * windows <= tokens
         updates = ("kv_cache",) if save == "none" else ("state_cache", "kv_cache")
         results = launch(
             _compress_store_kernel,
             _programs(windows, saved, 1, config.compress_ratio, **task),
             updates=updates,
             num_warps=max(1, config.head_dim // 128),
-            constants={**shape, **store, **task},
+            constants={**shape, **store, **task, "AHEAD": ahead},
             **window,
             **states,
             **keys,
@@ -122,7 +125,7 @@ def _compress_store_kernel(
     tokens, state_pages, kv_pages, table_rows, windows, saved,
     RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
     KV_PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr, FORMAT: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    EPS: tl.constexpr, ROPE_DIM: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr,
+    EPS: tl.constexpr, ROPE_DIM: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = HEAD_DIM * (2 if OVERLAP else 1)
     WINDOW: tl.constexpr = RATIO * (2 if OVERLAP else 1)
@@ -135,14 +138,17 @@ def _compress_store_kernel(
         )  # fmt: skip
         if not FROM_BATCH:
             valid &= has_rows(slots, state_pages, PAGE_ROWS)
-        if valid:
-            weight, cos, sin = key_factors(position, norm_weight, cos_sin, HEAD_DIM, RATIO, ROPE_DIM)
-            kv, score = load_window(
-                slots, tl.arange(0, HEAD_DIM), kv_score, ape, state_cache, row, in_batch, state_pages, RATIO,
-                HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH,
+        if valid | AHEAD:
+            weight, cos, sin = key_factors(
+                tl.where(valid, position, 0), norm_weight, cos_sin, HEAD_DIM, RATIO, ROPE_DIM
             )  # fmt: skip
-            key = norm_rope(softmax_sum(kv, score), weight, cos, sin, EPS, HEAD_DIM, ROPE_DIM)
-            store_key(key, slot, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
+            kv, score = load_window(
+                slots, tl.arange(0, HEAD_DIM), kv_score, ape, state_cache, row, in_batch, state_pages, valid,
+                RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH, AHEAD,
+            )  # fmt: skip
+            if valid:
+                key = norm_rope(softmax_sum(kv, score), weight, cos, sin, EPS, HEAD_DIM, ROPE_DIM)
+                store_key(key, slot, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
     else:
         _save(
             first, kv_score, ape, positions, slot_mapping, saving, state_cache, tokens, saved, state_pages,
@@ -171,8 +177,8 @@ def _compress_kernel(
         )  # fmt: skip
         if valid:
             kv, score = load_window(
-                slots, channels, kv_score, ape, state_cache, row, in_batch, state_pages, RATIO, HEAD_DIM, OVERLAP,
-                PAGE_ROWS, FROM_BATCH,
+                slots, channels, kv_score, ape, state_cache, row, in_batch, state_pages, valid,
+                RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH, False,
             )  # fmt: skip
             tl.store(compressed + index * HEAD_DIM + channels, softmax_sum(kv, score))
     else:

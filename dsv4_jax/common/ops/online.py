@@ -15,6 +15,7 @@ from dsv4_jax.common.ops.launch import launch
 from dsv4_jax.common.ops.norm_rope import key_factors, norm_rope
 from dsv4_jax.common.ops.quantise_store import store_key
 from dsv4_jax.common.ops.rope import rope_factors
+from dsv4_jax.common.ops.softmax import fold, merge
 from dsv4_jax.common.ops.window import TILE, closing_window
 
 MOST_LOADED = 8  # tokens that a walking program loads at once
@@ -239,12 +240,9 @@ def fold_window(
     else:
         present = (back >= 0) & (back < in_batch) & (back <= row)
         kv, score = load_rows(kv_score, ape, row - position % RATIO, element, element, present, channels, HEAD_DIM)
-    maximum = tl.max(score, axis=0)
-    weight = tl.exp(score - finite(maximum)[None, :])
+    maximum, total, weighted = fold(kv, score)
     old_maximum, old_total, old_weighted = load_state(state_cache, before, channels, state_pages, HEAD_DIM, PAGE_ROWS)
-    return merge(
-        old_maximum, old_total, old_weighted, maximum, tl.sum(weight, axis=0), tl.sum(weight * kv, axis=0)
-    )  # fmt: skip
+    return merge(old_maximum, old_total, old_weighted, maximum, total, weighted)
 
 
 @triton.jit
@@ -285,19 +283,3 @@ def store_state(states, slot, channels, maximum, total, weighted, HEAD_DIM: tl.c
     tl.store(at, maximum)
     tl.store(at + HEAD_DIM, total)
     tl.store(at + 2 * HEAD_DIM, weighted)
-
-
-@triton.jit
-def merge(maximum, total, weighted, other_maximum, other_total, other_weighted):
-    """The state of the rows of two states. A NaN is kept by the sums, whatever the maximum does with it."""
-    largest = tl.maximum(maximum, other_maximum)
-    share = tl.exp(maximum - finite(largest))
-    other_share = tl.exp(other_maximum - finite(largest))
-    total = share * total + other_share * other_total
-    return largest, total, share * weighted + other_share * other_weighted
-
-
-@triton.jit
-def finite(maximum):
-    """What scores are taken relative to: where all are -inf, 0, so that their weights are 0."""
-    return tl.where(maximum == float("-inf"), 0.0, maximum)
