@@ -61,7 +61,7 @@ def test_batches(kind, fmt, what, implementation):
         ops.make_config(kind, fmt, 3, 5),
         what if what in KINDS else "mixed",
         requests=5,
-        tokens=1000,
+        tokens=8000 if kind == "hca" else 1000,  # few keys would have too few bytes for a share that may differ
         padding=9,
         holes="holes" in what,
         magnitudes="magnitudes" in what,
