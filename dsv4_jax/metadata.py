@@ -123,6 +123,11 @@ class CompressorMetadata:
             config, positions, token_to_req, slot_mapping, kv_slot_mapping, block_table, query_start_loc, rollback
         )
 
+    @property
+    def prefill(self) -> bool:
+        """Whether at most one window may close for two tokens, so that nearly all windows lie in the batch whole."""
+        return 2 * self.closing.shape[0] <= self.positions.shape[0]
+
     def at_layer(self, layer: jax.Array | int, state_pages: int, kv_pages: int) -> "CompressorMetadata":
         """The same step in caches that hold several layers, one after another along the page axis.
 

@@ -78,7 +78,8 @@ class Op:
     def _lower(self, platform, ctx, *flat, tree, implementation, params):
         config, save = dict(params).get("config"), dict(params).get("save", "tail")
         batch = ctx.avals_in[0] if flat else None
-        name = implementation or platforms.choose(self.name, platform, config, batch, save)
+        prefill = any(getattr(arg, "prefill", False) for arg in jax.tree.unflatten(tree, ctx.avals_in))
+        name = implementation or platforms.choose(self.name, platform, config, batch, save, prefill)
         if why := platforms.why_not(name, self.name, platform, config):
             raise NotImplementedError(f"{self.name}(implementation={name!r}) cannot run on {platform}: {why}")
         implement: Callable = importlib.import_module(platforms.MODULES[name].format(op=self.name)).implement

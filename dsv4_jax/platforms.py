@@ -28,22 +28,23 @@ KNOWN_BAD = (
 
 
 class Faster(NamedTuple):
-    """Where CuTeDSL is taken: an op of one compressor, GPU, dtype of `kv_score` and `save`, from so many tokens on."""
+    """Where CuTeDSL is taken: an op of one compressor, on a GPU, for prefills of so many tokens."""
 
     op: str
     compute_capability: str
     layout: tuple  # compress_ratio, overlap
-    dtype: str
+    dtypes: tuple[str, ...]  # of kv_score
     save: str
-    tokens: int
+    tokens: range
 
 
-# Where CuTeDSL saved 3 us a call or more in every run of docs/measurements/h200_triton_cutedsl.json: CSA takes 17 us by
-# CuTeDSL and 20 to 22 by Triton at 8192 tokens, 121 to 123 and 131 to 136 at 65536. Where XLA does not capture the call
-# in a command buffer, Python launches it, which took up to 21 us more of the host's time than Triton's launch: nothing
-# beside the GEMMs of 8192 tokens, which the GPU is still at, but more than all that a small batch could gain. With
-# save="all" Triton is the faster, by a quarter.
-CUTEDSL_FASTER = (Faster("compress", "9.0", (4, True), "float32", "tail", 8192),)
+# Where CuTeDSL took less time in every run of docs/measurements/h200_triton_cutedsl.json, by 1 us (HCA) to 10 us (CSA,
+# 65536 tokens). Decodes, save="all", and sizes in between are Triton's. Where XLA does not capture the call in a
+# command buffer, Python launches it, which takes the host a few microseconds more than Triton's launch.
+CUTEDSL_FASTER = (
+    Faster("compress", "9.0", (4, True), ("float32",), "tail", range(8192, 2**31)),
+    Faster("compress", "9.0", (128, False), ("float32", "bfloat16"), "tail", range(512, 2049)),
+)
 
 
 def default_implementation() -> str | None:
@@ -54,7 +55,14 @@ def default_implementation() -> str | None:
     return name
 
 
-def choose(op: str, platform: str, config: "CompressorConfig | None" = None, batch=None, save: str = "tail") -> str:
+def choose(
+    op: str,
+    platform: str,
+    config: "CompressorConfig | None" = None,
+    batch=None,
+    save: str = "tail",
+    prefill: bool = False,
+) -> str:
     """The implementation that the switch takes.
 
     Args:
@@ -63,20 +71,25 @@ def choose(op: str, platform: str, config: "CompressorConfig | None" = None, bat
       config: the compressor, if the op has one.
       batch: the op's first array, `[T, ...]`, or its type. Without these two, what is taken for small batches.
       save: as `compress` takes it.
+      prefill: `metadata.prefill`.
     """
     if platform not in ("cuda", "rocm"):
         return "xla"
-    if config is not None and batch is not None and _cutedsl_is_faster(op, platform, config, batch, save):
+    if config is not None and batch is not None and prefill and _cutedsl_is_faster(op, platform, config, batch, save):
         return "cutedsl"
     return "triton" if why_not("triton", op, platform) is None else "xla"
 
 
 def _cutedsl_is_faster(op, platform, config, batch, save):
-    case = op, (config.compress_ratio, config.overlap), batch.dtype.name, save
-    measured = [f for f in CUTEDSL_FASTER if (f.op, f.layout, f.dtype, f.save) == case and batch.shape[0] >= f.tokens]
+    case = op, (config.compress_ratio, config.overlap), save
+    measured = [
+        f.compute_capability
+        for f in CUTEDSL_FASTER
+        if (f.op, f.layout, f.save) == case and batch.dtype.name in f.dtypes and batch.shape[0] in f.tokens
+    ]
     if not measured or why_not("cutedsl", op, platform, config) is not None:
         return False
-    return _compute_capability() in [f.compute_capability for f in measured]
+    return _compute_capability() in measured
 
 
 def _compute_capability():

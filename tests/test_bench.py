@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import subprocess
+import sys
 import time
 
 import jax
@@ -414,3 +416,18 @@ def test_a_bucket_is_compiled_once(name):
         closed = sum(length // m - (length - query) // m for query, length in zip(queries, lengths, strict=True))
         assert np.asarray(written, np.float32).any(axis=2).sum() == closed > 0
     assert step._cache_size() == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("compressor", "batch", "kernels"),
+    [
+        ("csa", "prefill:64", "_compress_store_kernel"),
+        ("hca", "closing:8", "_compress_kernel _store_kernel"),
+        ("hca_online", "decode:8", "_online_walk_kernel"),
+    ],
+)
+def test_kernels_alone(compressor, batch, kernels):
+    command = [sys.executable, "-m", "dsv4_jax.bench.alone", compressor, batch, "bfloat16"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert " ".join(line.split(":")[0] for line in printed.splitlines()) == kernels

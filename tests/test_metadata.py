@@ -208,3 +208,14 @@ def test_int64_pages_of_numpy_do_not_wrap():
         rows, rows, jnp.zeros((4, 8)), np.array([0]), jnp.zeros((2, 4, 16)), np.array([2**32]), compress_ratio=4
     )
     assert not state.any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "requests", "prefill"),
+    [("csa", 14, 4, True), ("csa", 13, 4, False), ("csa", 8, 8, False), ("hca", 2, 1, True), ("hca", 1, 1, False)],
+)
+def test_a_prefill_has_two_tokens_to_a_window(kind, tokens, requests, prefill):
+    # At most tokens // ratio + requests windows close, and one a token.
+    config = ops.make_config(kind, "bf16")
+    arrays = jnp.arange(requests + 1), jnp.ones(requests, jnp.int32), *[jnp.zeros((requests, 4), jnp.int32)] * 2
+    assert CompressorMetadata.build(config, *arrays, num_tokens=tokens).prefill is prefill

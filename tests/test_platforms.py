@@ -10,6 +10,7 @@ import dsv4_jax
 from dsv4_jax import CompressorConfig, CompressorMetadata, platforms
 
 CSA, HCA, INDEXER = CompressorConfig.csa(), CompressorConfig.hca(), CompressorConfig.indexer()
+ONLINE = CompressorConfig.hca(state="online")
 ALL = ("triton", "jax-triton", "torch", "nvidia-cutlass-dsl")
 
 
@@ -25,9 +26,9 @@ def machine(monkeypatch):
     return be
 
 
-def choose(config, tokens, dtype="float32", op="compress", platform="cuda", save="tail"):
+def choose(config, tokens, dtype="float32", op="compress", platform="cuda", save="tail", prefill=True):
     batch = jax.ShapeDtypeStruct((tokens, 2 * config.width), jnp.dtype(dtype))
-    return platforms.choose(op, platform, config, batch, save)
+    return platforms.choose(op, platform, config, batch, save, prefill)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,8 @@ def choose(config, tokens, dtype="float32", op="compress", platform="cuda", save
     [
         (CSA, 1, "triton"), (CSA, 512, "triton"), (CSA, 8191, "triton"),
         (CSA, 8192, "cutedsl"), (CSA, 65536, "cutedsl"),
-        (HCA, 512, "triton"), (HCA, 65536, "triton"), (INDEXER, 65536, "triton"),
+        (HCA, 511, "triton"), (HCA, 512, "cutedsl"), (HCA, 2048, "cutedsl"), (HCA, 2049, "triton"),
+        (HCA, 65536, "triton"), (ONLINE, 2048, "triton"), (INDEXER, 65536, "triton"),
     ],
 )  # fmt: skip
 def test_by_compressor_and_size(machine, config, tokens, taken):
@@ -44,8 +46,9 @@ def test_by_compressor_and_size(machine, config, tokens, taken):
 
 def test_only_what_was_measured_is_taken(machine):
     assert choose(CSA, 65536) == "cutedsl"
-    assert choose(CSA, 65536, "bfloat16") == "triton"
-    assert choose(CSA, 65536, save="all") == "triton"
+    assert choose(CSA, 65536, "bfloat16") == "triton" and choose(HCA, 1024, "bfloat16") == "cutedsl"
+    assert choose(CSA, 65536, save="all") == choose(HCA, 1024, save="all") == "triton"
+    assert choose(CSA, 65536, prefill=False) == choose(HCA, 1024, prefill=False) == "triton"
     assert choose(CSA, 65536, op="compress_norm_rope_store") == "triton"
     for capability in ("8.9", "10.0", "12.0", None):
         machine(capability=capability)
@@ -94,13 +97,13 @@ def lowered(tokens, dtype, save="tail"):
 def test_ops_tell_the_switch_their_size_and_dtype(monkeypatch):
     seen = []
 
-    def record(op, platform, config, batch, save):
-        seen.append((op, platform, config, batch.shape, batch.dtype.name, save))
+    def record(op, platform, config, batch, save, prefill):
+        seen.append((op, platform, config, batch.shape, batch.dtype.name, save, prefill))
         return "xla"
 
     monkeypatch.setattr(platforms, "choose", record)
     lowered(1024, "bfloat16", "all")
-    assert seen == [("compress", "cuda", CSA, (1024, 2048), "bfloat16", "all")]
+    assert seen == [("compress", "cuda", CSA, (1024, 2048), "bfloat16", "all", True)]
 
 
 def test_a_large_prefill_is_lowered_to_cutedsl(machine, monkeypatch):

@@ -229,13 +229,13 @@ def _cases(entry, compressor, options):
 
 def _resolve(case, op, implementation, platform):
     """The implementation that an op takes."""
-    config = batch = None
+    config, batch, prefill = None, None, False
     if op.startswith("compress"):
-        config = case.config
+        config, prefill = case.config, case.batch().host.prefill
         batch = jax.ShapeDtypeStruct((case.tokens, 2 * config.width), case.dtype)
     name = implementation or platforms.default_implementation()
     save = "all" if op == "compress_all" else "tail"
-    return name or platforms.choose(OPS.get(op, op), platform, config, batch, save)
+    return name or platforms.choose(OPS.get(op, op), platform, config, batch, save, prefill)
 
 
 def _line(row, labels, width):

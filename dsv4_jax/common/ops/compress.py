@@ -75,8 +75,8 @@ def implement(
     }
     block = min(config.head_dim, max(16, TILE // config.window))
     if block == config.head_dim:
-        # Of a batch of many tokens a request nearly all windows lie in it. For bfloat16 registers run short.
-        ahead = from_batch and kv_score.dtype == jnp.float32 and 2 * windows <= tokens
+        # bfloat16 would need too many registers.
+        ahead = from_batch and metadata.prefill and kv_score.dtype.itemsize == 4
         updates = ("kv_cache",) if save == "none" else ("state_cache", "kv_cache")
         results = launch(
             _compress_store_kernel,
