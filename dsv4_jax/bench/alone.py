@@ -26,7 +26,7 @@ def main(compressor, batch, dtype="float32"):
     kind, tokens = batch.split(":")
     case = Case(CONFIGS[compressor], kind, int(tokens), dtype)
     workload = case.workload("compress")
-    states, cache = map(_on_gpu, workload.carry)
+    states, cache = jax.tree.map(_on_gpu, workload.carry)
     inputs = jax.tree.map(_on_gpu, workload.inputs)
     launch._launch_gpu = _launch
     compress.implement(
