@@ -28,7 +28,7 @@ KNOWN_BAD = (
 
 
 class Faster(NamedTuple):
-    """Where CuTeDSL is taken: an op of one compressor, on a GPU, for prefills of so many tokens."""
+    """Where CuTeDSL is taken: an op of one compressor, on a GPU, for so many tokens, of a prefill or of a decode."""
 
     op: str
     compute_capability: str
@@ -36,14 +36,16 @@ class Faster(NamedTuple):
     dtypes: tuple[str, ...]  # of kv_score
     save: str
     tokens: range
+    prefill: bool = True  # as `metadata.prefill`
 
 
-# Where CuTeDSL took less time in every run of docs/measurements/h200_triton_cutedsl.json, by 1 us (HCA) to 10 us (CSA,
-# 65536 tokens). Decodes, save="all", and sizes in between are Triton's. Where XLA does not capture the call in a
+# Where CuTeDSL took less time in docs/measurements/h200_triton_cutedsl.json, by 0.5 us (HCA, one token) to 10 us (CSA,
+# 65536 tokens). Other decodes, save="all", and sizes in between are Triton's. Where XLA does not capture the call in a
 # command buffer, Python launches it, which takes the host a few microseconds more than Triton's launch.
 CUTEDSL_FASTER = (
     Faster("compress", "9.0", (4, True), ("float32",), "tail", range(8192, 2**31)),
     Faster("compress", "9.0", (128, False), ("float32", "bfloat16"), "tail", range(512, 2049)),
+    Faster("compress", "9.0", (128, False), ("float32", "bfloat16"), "tail", range(1, 2), prefill=False),
 )
 
 
@@ -75,17 +77,17 @@ def choose(
     """
     if platform not in ("cuda", "rocm"):
         return "xla"
-    if config is not None and batch is not None and prefill and _cutedsl_is_faster(op, platform, config, batch, save):
+    if config is not None and batch is not None and _cutedsl_is_faster(op, platform, config, batch, save, prefill):
         return "cutedsl"
     return "triton" if why_not("triton", op, platform) is None else "xla"
 
 
-def _cutedsl_is_faster(op, platform, config, batch, save):
-    case = op, (config.compress_ratio, config.overlap), save
+def _cutedsl_is_faster(op, platform, config, batch, save, prefill):
+    case = op, (config.compress_ratio, config.overlap), save, prefill
     measured = [
         f.compute_capability
         for f in CUTEDSL_FASTER
-        if (f.op, f.layout, f.save) == case and batch.dtype.name in f.dtypes and batch.shape[0] in f.tokens
+        if (f.op, f.layout, f.save, f.prefill) == case and batch.dtype.name in f.dtypes and batch.shape[0] in f.tokens
     ]
     if not measured or why_not("cutedsl", op, platform, config) is not None:
         return False
