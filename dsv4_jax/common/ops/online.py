@@ -16,7 +16,7 @@ from dsv4_jax.common.ops.norm_rope import key_factors, norm_rope
 from dsv4_jax.common.ops.quantise_store import store_key
 from dsv4_jax.common.ops.rope import rope_factors
 from dsv4_jax.common.ops.softmax import fold, merge
-from dsv4_jax.common.ops.window import TILE, closing_window
+from dsv4_jax.common.ops.window import TILE, by_fours, closing_window
 
 MOST_LOADED = 8  # tokens that a walking program loads at once
 
@@ -248,7 +248,8 @@ def fold_window(
 @triton.jit
 def load_rows(kv_score, ape, first, phase, index, present, channels, HEAD_DIM: tl.constexpr):
     """kv and biased score `[rows, channels]` of batch rows `first + index`; of those not present 0 and -inf."""
-    at = kv_score + first.to(tl.int64) * (2 * HEAD_DIM) + (index * (2 * HEAD_DIM))[:, None] + channels[None, :]
+    rows = kv_score + first.to(tl.int64) * (2 * HEAD_DIM) + index * (2 * HEAD_DIM)
+    at = by_fours(rows, channels[None, :])
     bias = ape + (phase * HEAD_DIM)[:, None] + channels[None, :]
     if present is None:
         kv = tl.load(at).to(tl.float32)

@@ -61,7 +61,7 @@ def load_window(
     # The common case of a prefill: nothing to look up.
     whole = valid & (in_batch >= WINDOW) & (row >= WINDOW - 1)
     if AHEAD:
-        batch = _at(_rows(kv_score, tl.where(whole, row - (WINDOW - 1), 0) + element, WIDTH), columns)
+        batch = by_fours(_rows(kv_score, tl.where(whole, row - (WINDOW - 1), 0) + element, WIDTH), columns)
         wanted = (element >= 0)[:, None] & whole
         kv = tl.load(batch, mask=wanted, other=0.0).to(tl.float32)
         score = tl.load(batch + WIDTH, mask=wanted, other=0.0).to(tl.float32) + tl.load(bias)
@@ -71,7 +71,7 @@ def load_window(
                 RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH,
             )  # fmt: skip
     elif FROM_BATCH and whole:
-        batch = _at(_rows(kv_score, row - (WINDOW - 1) + element, WIDTH), columns)
+        batch = by_fours(_rows(kv_score, row - (WINDOW - 1) + element, WIDTH), columns)
         kv = tl.load(batch).to(tl.float32)
         score = tl.load(batch + WIDTH).to(tl.float32) + tl.load(bias)
     else:
@@ -115,7 +115,7 @@ def _load_mixed(
             kv, score = _load_states(rows, columns, present | from_batch, WIDTH)
         else:
             kv, score = _load_states(rows, columns, present & (from_batch == 0), WIDTH)
-            batch = _at(batch_rows, columns)
+            batch = by_fours(batch_rows, columns)
             batch_kv = tl.load(batch, mask=from_batch[:, None], other=0.0).to(tl.float32)
             batch_score = tl.load(batch + WIDTH, mask=from_batch[:, None], other=0.0).to(tl.float32)
             kv = tl.where(from_batch[:, None], batch_kv, kv)
@@ -126,7 +126,7 @@ def _load_mixed(
 
 @triton.jit
 def _load_states(rows, columns, present, WIDTH: tl.constexpr):
-    at = _at(rows, columns)
+    at = by_fours(rows, columns)
     kv = tl.load(at, mask=present[:, None], other=0.0)
     score = tl.load(at + WIDTH, mask=present[:, None], other=float("-inf"))
     return kv, score
@@ -139,6 +139,6 @@ def _rows(array, index, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _at(rows, columns):
-    # Four channels a load, of either dtype: bfloat16 by eights would lie in other registers than the states' float32.
+def by_fours(rows, columns):
+    """Where columns of rows lie, loaded four at a time: bfloat16 by eights would lie in other threads than float32."""
     return tl.multiple_of(rows[:, None] + columns, [1, 4 * (rows.dtype.element_ty.primitive_bitwidth // 8)])
