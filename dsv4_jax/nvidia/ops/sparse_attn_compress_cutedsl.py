@@ -38,7 +38,7 @@ LONG_THREADS = 256  # of an eighth of a long window: sixteen threads a row
 CLUSTER = 8  # CTAs of a long window: 64 channels each
 WARPS = LONG_THREADS // 32
 GROUPS = LONG_THREADS // 16  # rows that are read at once
-CARVEOUT = 10  # per cent of the L1 cache that are shared memory: the bias is read from the rest again and again
+CARVEOUT = 10  # per cent of the L1 cache that are shared memory. Left out, cutlass asks the driver, and needs a GPU
 FEW_WINDOWS = 128  # so many long ones, or fewer, are faster with many registers a thread than with many threads
 
 
