@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from dsv4_jax.cache import page_stride
 from dsv4_jax.common.ops import online
 from dsv4_jax.common.ops.launch import launch
-from dsv4_jax.common.ops.norm_rope import key_factors, norm_rope
+from dsv4_jax.common.ops.norm_rope import key_arguments, key_factors, norm_rope
 from dsv4_jax.common.ops.quantise_store import store_key
 from dsv4_jax.common.ops.save_partial_states import save_rows
 from dsv4_jax.common.ops.softmax import softmax_sum
@@ -52,12 +51,7 @@ def implement(
         "windows": windows,
         "saved": saved,
     }
-    keys = {
-        "kv_cache": kv_cache,
-        "norm_weight": norm_weight,
-        "cos_sin": cos_sin,
-        "kv_scale": norm_weight if kv_scale is None else kv_scale,
-    }
+    keys, store = key_arguments(kv_cache, norm_weight, cos_sin, kv_scale, config)
     shape = {
         "RATIO": config.compress_ratio,
         "HEAD_DIM": config.head_dim,
@@ -67,12 +61,6 @@ def implement(
         "FROM_BATCH": from_batch,
     }
     task = {"SAVE": save, "ROWS": min(4, config.compress_ratio) if save == "all" else 1}
-    store = {
-        "FORMAT": config.cache_format,
-        "PAGE_BYTES": page_stride(kv_cache),
-        "EPS": config.eps,
-        "ROPE_DIM": config.rope_head_dim,
-    }
     block = min(config.head_dim, max(16, TILE // config.window))
     if block == config.head_dim:
         # bfloat16 would need too many registers.

@@ -1,10 +1,29 @@
-"""Triton: RMSNorm and RoPE of a compressed window."""
+"""Triton: from a compressed window to its key: RMSNorm, RoPE, and what a kernel that stores it is launched with."""
 
 import triton
 import triton.language as tl
 
+from dsv4_jax.cache import page_stride
 from dsv4_jax.common.ops.rms_norm import rms_norm
 from dsv4_jax.common.ops.rope import rope_factors, rotate
+
+
+def key_arguments(kv_cache, norm_weight, cos_sin, kv_scale, config):
+    """Arrays and constants for `launch`, of a kernel that finishes and stores keys."""
+    arrays = {
+        "kv_cache": kv_cache,
+        "norm_weight": norm_weight,
+        "cos_sin": cos_sin,
+        # Triton wants an array for every pointer; another stands in for what is not read.
+        "kv_scale": norm_weight if kv_scale is None else kv_scale,
+    }
+    constants = {
+        "FORMAT": config.cache_format,
+        "PAGE_BYTES": page_stride(kv_cache),
+        "EPS": config.eps,
+        "ROPE_DIM": config.rope_head_dim,
+    }
+    return arrays, constants
 
 
 @triton.jit

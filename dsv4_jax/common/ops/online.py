@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from dsv4_jax.cache import page_stride
 from dsv4_jax.common.ops.launch import launch
-from dsv4_jax.common.ops.norm_rope import key_factors, norm_rope
+from dsv4_jax.common.ops.norm_rope import key_arguments, key_factors, norm_rope
 from dsv4_jax.common.ops.quantise_store import store_key
 from dsv4_jax.common.ops.rope import rope_factors
 from dsv4_jax.common.ops.softmax import fold, merge
@@ -36,23 +35,12 @@ def implement(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_s
     }
     rows = {"kv_score": kv_score, "ape": ape, "state_cache": state_cache}
     plan = {"closing": metadata.closing, "saving": metadata.saving, "windows": windows}
-    keys = {
-        "kv_cache": kv_cache,
-        "norm_weight": norm_weight,
-        "cos_sin": cos_sin,
-        "kv_scale": norm_weight if kv_scale is None else kv_scale,
-    }
+    keys, store = key_arguments(kv_cache, norm_weight, cos_sin, kv_scale, config)
     shape = {
         "RATIO": config.compress_ratio,
         "HEAD_DIM": config.head_dim,
         "PAGE_ROWS": config.page_rows,
         "KV_PAGE_ROWS": config.kv_page_rows,
-    }
-    store = {
-        "FORMAT": config.cache_format,
-        "PAGE_BYTES": page_stride(kv_cache),
-        "EPS": config.eps,
-        "ROPE_DIM": config.rope_head_dim,
     }
     requests = metadata.runs.shape[0]
     if windows and saved and tokens <= requests * config.page_rows:
