@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,18 @@ def order_of(num_in: int, num_results: int, aliases: tuple) -> list[int]:
     return order + [r for r in range(num_in, num_in + num_results) if r not in aliased]
 
 
+def require_utf8(error: BaseException) -> None:
+    """Raises RuntimeError, whose text is `error`'s traceback, escaped, if UTF-8 cannot encode that.
+
+    jaxlib (0.11) has what an error says, and the names of the files it came through, encoded, and crashes where they
+    hold lone surrogates, as Python's names of files that are not UTF-8 do.
+    """
+    text = "".join(traceback.format_exception(error))
+    escaped = text.encode(errors="backslashreplace").decode()
+    if escaped != text:
+        raise RuntimeError(escaped) from None
+
+
 # Functions of tensors.
 
 
@@ -44,6 +57,9 @@ def on_cpu(run: Callable) -> Callable:
             torch.set_grad_enabled(False)
         try:
             run(buffers)
+        except BaseException as error:
+            require_utf8(error)
+            raise
         finally:
             if graded:
                 torch.set_grad_enabled(True)
@@ -144,7 +160,11 @@ def launcher(fn: Callable, name: str, num_in: int, num_results: int, aliases: tu
             addresses = [words[hash(buffers[index])] for index in order]
         else:
             addresses = [_dlpack_address(buffers[index]) for index in order]
-        returned = fn(ctx.stream if gpu else 0, *addresses)
+        try:
+            returned = fn(ctx.stream if gpu else 0, *addresses)
+        except BaseException as error:
+            require_utf8(error)
+            raise
         if returned is not None:
             raise TypeError(f"raw_call: {name} returned a {type(returned).__name__}, which would be lost")
         return ()

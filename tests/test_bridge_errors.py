@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from bridging import OwnError, Type, double, double_into, torch
 
-from bridge import torch_call
+from bridge import raw_call, torch_call
 
 # While tracing.
 
@@ -91,6 +91,70 @@ def test_exceptions_reach_the_user_and_do_no_harm(wrap):
             f(jnp.ones(3)).block_until_ready()
         assert torch.is_grad_enabled()
         np.testing.assert_array_equal(wrap(double)(jnp.ones(3)), [2, 2, 2])
+
+
+def fails_in_its_text():
+    raise ValueError("\udcff")
+
+
+def fails_in_a_note():
+    error = ValueError("x")
+    error.add_note("\udcff")
+    raise error
+
+
+def fails_in_its_cause():
+    raise ValueError("x") from OSError("\udcff")
+
+
+def fails_in_a_file():
+    exec(compile("raise ValueError('x')", "\udcff.py", "exec"))
+
+
+def exits():
+    raise SystemExit("\udcff")
+
+
+@pytest.mark.parametrize(
+    ("fail", "escaped"),
+    [
+        (fails_in_its_text, "ValueError: \\udcff\n"),
+        (fails_in_a_note, "ValueError: x\n\\udcff\n"),
+        (fails_in_its_cause, "OSError: \\udcff\n\nThe above"),
+        (fails_in_a_file, ' File "\\udcff.py", line 1, in '),
+        (exits, "SystemExit: \\udcff\n"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.parametrize("call", [raw_call, torch_call])
+def test_errors_that_utf8_cannot_encode(call, fail, escaped):
+    """jaxlib alone would crash on these, or leave out the note and the cause."""
+    failing = True
+
+    def fn(*_):
+        if failing:
+            fail()
+
+    options = {"input_output_aliases": {0: 0}, "command_buffer_compatible": False}
+    f = jax.jit(lambda x: call(fn, x, out_type=Type.like(x), **options))
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+            f(jnp.ones(3)).block_until_ready()
+        assert escaped in str(caught.value)
+        assert ("SystemExit" if fail is exits else "ValueError: ") in str(caught.value)
+    failing = False
+    np.testing.assert_array_equal(f(jnp.arange(3.0)), [0, 1, 2])
+
+
+@pytest.mark.parametrize("call", [raw_call, torch_call])
+def test_errors_that_utf8_can_encode_stay_as_they_are(call):
+    def fn(*_):
+        raise OwnError("größer als 2³¹ \U0001f600")
+
+    f = jax.jit(lambda x: call(fn, x, out_type=Type.like(x), command_buffer_compatible=False))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="\nOwnError: größer als 2³¹ \U0001f600\n") as caught:
+        f(jnp.ones(3)).block_until_ready()
+    assert "in require_utf8" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
