@@ -2,7 +2,10 @@
 
 import ml_dtypes
 import numpy as np
+import ops
+import oracle
 import pytest
+from batches import random_batch
 from conftest import HAS_GPU
 
 pytest.importorskip("torch", reason="Triton's interpreter needs torch, which is not installed")
@@ -86,3 +89,31 @@ def test_the_interpreters_own_conversion_comes_back():
     with interpreter.round_to_nearest_even():
         assert triton_interpreter._convert_float is not original
     assert triton_interpreter._convert_float is original
+
+
+@pytest.mark.parametrize(
+    ("kind", "ratio", "sizes"), [("csa", 4, [(3, 9), (6, 1), (0, 14)]), ("hca", 32, [(24, 8), (0, 33)])]
+)
+def test_weights_that_gpus_take_for_zero(kind, ratio, sizes, monkeypatch):
+    """tl.exp2 has no subnormal results on GPUs. In the interpreter it has them or not, as the thread is set."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    flushed = 0
+
+    def exp2(x):
+        nonlocal flushed
+        flushed += np.count_nonzero((x < -126) & (x > -149))
+        return np.where(x < -126, np.float32(0), np.exp2(x))
+
+    monkeypatch.setattr(InterpreterBuilder, "create_exp2", lambda self, x: self.unary_op(x, exp2))
+    config = ops.make_config(kind, "fp8_ds_mla", compress_ratio=ratio)  # HCA's windows shortened, to take seconds
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        batch = random_batch(rng, config, sizes=sizes, magnitudes=True)
+        score = batch.kv_score[:, batch.width :]
+        score[:] = 40 * rng.standard_normal(score.shape)  # weights of every size, and about the least float32
+        _, cache = ops.compress(batch, implementation="triton")
+        exact = ops.rows(batch, batch.state, from_batch=True)
+        assert len(exact.slots)
+        oracle.assert_same_cache(cache, batch.cache, exact, config)
+    assert flushed > 100
