@@ -1,5 +1,7 @@
 """In Triton's interpreter, as the ops run it, narrowing rounds to nearest even as hardware does; widening is exact."""
 
+import contextlib
+
 import ml_dtypes
 import numpy as np
 import ops
@@ -32,7 +34,7 @@ def narrow(values, to):
     size = 1 << (len(values) - 1).bit_length()
     x = torch.from_numpy(np.resize(values, size).astype(np.float32))
     out = torch.zeros(size, dtype=torch.int16 if to == "bf16" else torch.uint8)
-    with interpreter.round_to_nearest_even():
+    with interpreter.amended():
         kernel[(1,)](x, out, N=size, TO=to)
     return out.numpy()[: len(values)].view(np.uint16 if to == "bf16" else np.uint8)
 
@@ -75,20 +77,53 @@ def test_every_code_widens_exactly(name):
     codes = np.arange(2 ** (8 * np.dtype(dtype).itemsize)).astype(np.uint16 if name == "bfloat16" else np.uint8)
     x = torch.from_numpy(codes).view(getattr(torch, name))
     out = torch.zeros(len(codes), dtype=torch.float32)
-    with interpreter.round_to_nearest_even():
+    with interpreter.amended():
         kernel[(1,)](x, out, N=len(codes))
     np.testing.assert_array_equal(out.numpy(), codes.view(dtype).astype(np.float32))
 
 
-def test_the_interpreters_own_conversion_comes_back():
+def test_the_interpreters_own_functions_come_back():
     from triton.runtime import interpreter as triton_interpreter
 
     from dsv4_jax.common.ops import interpreter
 
-    original = triton_interpreter._convert_float
-    with interpreter.round_to_nearest_even():
-        assert triton_interpreter._convert_float is not original
-    assert triton_interpreter._convert_float is original
+    originals = triton_interpreter._convert_float, triton_interpreter.ReduceOps.generic_reduce
+    with interpreter.amended():
+        assert triton_interpreter._convert_float is not originals[0]
+        assert triton_interpreter.ReduceOps.generic_reduce is not originals[1]
+    assert (triton_interpreter._convert_float, triton_interpreter.ReduceOps.generic_reduce) == originals
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_reductions_by_slices_give_what_the_interpreters_own_do(axis):
+    import torch
+    import triton
+    import triton.language as tl
+
+    from dsv4_jax.common.ops import interpreter
+
+    @triton.jit
+    def combine(a, b, c, d):
+        return a * 0.5 + c, b - a * d  # neither commutes nor associates
+
+    @triton.jit
+    def kernel(x, y, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AXIS: tl.constexpr):
+        at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        first, second = tl.reduce((tl.load(x + at), tl.load(y + at)), AXIS, combine)
+        size: tl.constexpr = first.shape[0]
+        tl.store(out + tl.arange(0, size), first)
+        tl.store(out + size + tl.arange(0, size), second)
+
+    kernel.fn.__globals__.update(tl=tl, combine=combine)
+    x, y = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for context in (contextlib.nullcontext, interpreter.amended):
+        out = torch.zeros(2 * (8, 4)[axis])
+        with context():
+            kernel[(1,)](x, y, out, ROWS=4, COLUMNS=8, AXIS=axis)
+        found.append(out.numpy())
+    np.testing.assert_array_equal(*found)
+    assert np.count_nonzero(found[0]) == found[0].size
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def _launch_interpreted(kernel, grid, updates, outputs, constants, args):
 
     def run(*tensors):
         arrays = dict(zip([*names, *outputs], tensors, strict=True))
-        with interpreter.round_to_nearest_even():
+        with interpreter.amended():
             kernel[(grid,)](**arrays, **numbers, **constants)
 
     results = bridge.torch_call(
