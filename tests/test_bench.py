@@ -65,6 +65,13 @@ def test_bytes_of_closing_tokens(name, a_token):
     assert Case(CONFIGS[name], "closing", 8).bytes("compress") == 8 * a_token
 
 
+@pytest.mark.parametrize("kind", cases.KINDS)
+@pytest.mark.parametrize("name", ["csa", "hca", "hca_online"])
+def test_a_case_knows_a_prefill_without_its_batch(name, kind):
+    case = Case(CONFIGS[name], kind, 512)
+    assert case.prefill is case.batch().host.prefill is (kind not in ("decode", "closing"))
+
+
 @pytest.mark.parametrize("name", ["csa", "hca", "hca_online"])
 def test_bytes_of_a_mixed_batch(name):
     """Against a loop over its tokens."""

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from bridge import to_torch
-from dsv4_jax.bench.cases import CONFIGS, Case
+from dsv4_jax.bench import run
+from dsv4_jax.bench.cases import CONFIGS, KV_SCALE, Case
 from dsv4_jax.common.ops import compress, launch
 
 
@@ -23,15 +24,14 @@ def main(compressor, batch, dtype="float32"):
       dtype: of `kv_score`.
     """
     jax.config.update("jax_platforms", "cpu")  # the GPU is torch's alone
-    kind, tokens = batch.split(":")
-    case = Case(CONFIGS[compressor], kind, int(tokens), dtype)
+    case = Case(CONFIGS[compressor], *run.parsed_batch(batch), dtype)
     workload = case.workload("compress")
     states, cache = jax.tree.map(_on_gpu, workload.carry)
     inputs = jax.tree.map(_on_gpu, workload.inputs)
     launch._launch_gpu = _launch
     compress.implement(
         inputs["kv_score"], inputs["ape"], states, cache, inputs["metadata"], inputs["norm_weight"], inputs["cos_sin"],
-        kv_scale=torch.full((1,), 0.02, device="cuda") if case.config.format.needs_scale else None,
+        kv_scale=torch.full((1,), KV_SCALE, device="cuda") if case.config.format.needs_scale else None,
         config=case.config, save="tail", platform="cuda",
     )  # fmt: skip
     torch.cuda.synchronize()

@@ -37,6 +37,7 @@ OPS = {
 KINDS = ("prefill", "decode", "closing", "mixed")
 MOST_DECODES = 64  # of a mixed batch
 VARIABLE = "DSV4_JAX_IMPLEMENTATION"
+KV_SCALE = 0.02  # for the format that needs one
 
 
 class Batch(NamedTuple):
@@ -68,6 +69,11 @@ class Case:
     def batch(self) -> Batch:
         """Requests with pages at random for what they need."""
         return _batch(self.config.layout, self.kind, self.tokens)
+
+    @property
+    def prefill(self) -> bool:
+        """As the batch's metadata, of which it needs the shapes alone: nothing is compiled."""
+        return _prefill(self.config.layout, self.kind, self.tokens)
 
     def workload(self, op: str, seed: int = 0, implementation: str | None = None) -> Workload:
         """One of `OPS` on fresh data; calls with other seeds share metadata and RoPE table, as a model's layers do."""
@@ -164,17 +170,30 @@ def tables(config: CompressorConfig, kind: str, tokens: int) -> tuple[list[np.nd
 
 @functools.lru_cache(maxsize=64)  # ops, formats and dtypes share it: building it takes compilation
 def _batch(layout, kind, tokens):
-    ratio, overlap, page_rows, kv_page_rows, state = layout
-    config = CompressorConfig(ratio, 512, overlap, "bf16", page_rows, kv_page_rows, state=state)
+    config = _any_of(layout)
     arrays, pages, kv_pages = tables(config, kind, tokens)
     # Compiled for the host, and lightly: for a GPU it takes longer than all the rest of a measurement.
-    build = jax.jit(
-        lambda *arrays: CompressorMetadata.build(config, *arrays, num_tokens=tokens),
-        compiler_options={"xla_backend_optimization_level": 0},
-    )
+    light = {"xla_backend_optimization_level": 0}
+    build = jax.jit(functools.partial(_build, config, tokens), compiler_options=light)
     with jax.default_device(_host()):
         built = build(*arrays)
     return Batch(jax.tree.map(np.asarray, built), jax.device_put(built, jax.devices()[0]), pages, kv_pages)
+
+
+@functools.lru_cache(maxsize=64)
+def _prefill(layout, kind, tokens):
+    config = _any_of(layout)
+    arrays, _, _ = tables(config, kind, tokens)
+    return jax.eval_shape(functools.partial(_build, config, tokens), *arrays).prefill
+
+
+def _any_of(layout):
+    ratio, overlap, page_rows, kv_page_rows, state = layout
+    return CompressorConfig(ratio, 512, overlap, "bf16", page_rows, kv_page_rows, state=state)
+
+
+def _build(config, tokens, *arrays):
+    return CompressorMetadata.build(config, *arrays, num_tokens=tokens)
 
 
 def _columns(needed):
@@ -220,7 +239,7 @@ def _run(config, op, implementation):
     """One of `OPS` as `carry, inputs -> carry`."""
     options = {"config": config, "implementation": implementation}
     if config.format.needs_scale:
-        options["kv_scale"] = 0.02
+        options["kv_scale"] = KV_SCALE
 
     def run_compress(carry, a):
         save = "all" if op == "compress_all" else "tail"

@@ -231,7 +231,7 @@ def _resolve(case, op, implementation, platform):
     """The implementation that an op takes."""
     config, batch, prefill = None, None, False
     if op.startswith("compress"):
-        config, prefill = case.config, case.batch().host.prefill
+        config, prefill = case.config, case.prefill
         batch = jax.ShapeDtypeStruct((case.tokens, 2 * config.width), case.dtype)
     name = implementation or platforms.default_implementation()
     save = "all" if op == "compress_all" else "tail"
@@ -287,7 +287,7 @@ def _parser():
     option("--op", choices=ops, action="append", metavar="OP", help=", ".join(ops))
     option("--companions", action="store_true", help="also all ops around the compressor")
     batches = ", ".join(KINDS) + "; tokens for an op around the compressor"
-    option("--batch", type=_batch, action="append", metavar="KIND:T", help=batches)
+    option("--batch", type=parsed_batch, action="append", metavar="KIND:T", help=batches)
     option("--dtype", choices=("float32", "bfloat16"), action="append", help="of kv_score")
     implementations = platforms.IMPLEMENTATIONS
     option("--implementation", choices=implementations, action="append", help="default: the switch chooses")
@@ -304,7 +304,8 @@ def _parser():
     return parser
 
 
-def _batch(text):
+def parsed_batch(text: str) -> tuple[str, int]:
+    """Kind and tokens of what `--batch` takes."""
     kind, _, tokens = text.partition(":")
     if kind not in (*KINDS, "tokens") or not tokens.isdigit() or int(tokens) < 1:
         raise argparse.ArgumentTypeError(
