@@ -26,7 +26,10 @@ OF_EACH = (
 CSA, HCA = CompressorConfig.csa(), CompressorConfig.hca()
 VARIANTS = [
     *((config, *variant, 256) for config in (CSA, HCA) for variant in OF_EACH),
-    (HCA, *OF_EACH[0], 32768),  # many windows
+    (HCA, *OF_EACH[1], 32768),  # many windows
+    # Long prefills, with more registers a thread and with fewer.
+    *((HCA, *variant, tokens) for variant in (OF_EACH[0], OF_EACH[4]) for tokens in (32768, 65536)),
+    (CSA, *OF_EACH[4], 32768),
     *(
         (dataclasses.replace(CSA, compress_ratio=ratio, overlap=overlap), *OF_EACH[0], 256)
         for ratio, overlap in ((1, False), (16, True), (256, False))

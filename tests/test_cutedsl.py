@@ -77,7 +77,7 @@ def test_every_kernel_compiles(arch):
         [sys.executable, "tests/compile_cutedsl.py"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("18 kernels compiled\n"), done.stdout
+    assert done.stdout.endswith("23 kernels compiled\n"), done.stdout
 
 
 def test_numbers_of_tokens_and_pages_are_not_in_the_key(fresh):
@@ -86,10 +86,44 @@ def test_numbers_of_tokens_and_pages_are_not_in_the_key(fresh):
     assert len(fresh) == 1
 
 
-def test_few_and_many_long_windows_have_a_kernel_each(fresh):
-    for tokens in (256, 8192, 17408, 25600):
-        traced("hca", tokens=tokens, dtype="bfloat16")
-    assert [shape.resident for _, shape, _ in fresh] == [2, 3]
+@pytest.mark.parametrize(
+    ("kind", "dtype", "save", "tokens", "kernel", "resident"),
+    [
+        ("hca", "bfloat16", "tail", 8192, "_long_windows", 2),
+        ("hca", "bfloat16", "tail", 16384, "prefill_windows", 3),
+        ("hca", "float32", "tail", 49152, "prefill_windows", 3),
+        ("hca", "float32", "tail", 65536, "prefill_windows", 4),
+        ("hca", "float32", "all", 65536, "_long_windows", 3),
+        ("csa", "bfloat16", "tail", 4096, "_short_windows", 4),
+        ("csa", "bfloat16", "tail", 8192, "prefill_windows", 4),
+        ("csa", "bfloat16", "all", 8192, "_short_windows", 4),
+        ("csa", "float32", "tail", 65536, "_short_windows", 4),
+    ],
+)
+def test_the_kernel_of_so_many_windows(kind, dtype, save, tokens, kernel, resident, fresh):
+    traced(kind, dtype=dtype, save=save, tokens=tokens)
+    assert [(name, shape.resident) for name, shape, _ in fresh] == [(kernel, resident)]
+
+
+def test_decodes_have_the_kernels_for_any_batch(fresh):
+    """Where most entries of the plan may close no window, CTAs that take them by turns would be too few."""
+    config, tokens = ops.make_config("hca", "fp8_ds_mla"), 32768
+
+    def call():
+        metadata = CompressorMetadata.build(
+            config, jnp.arange(tokens + 1), jnp.ones(tokens, jnp.int32),
+            jnp.zeros((tokens, 1), jnp.int32), jnp.zeros((tokens, 1), jnp.int32),
+            num_tokens=tokens,
+        )  # fmt: skip
+        return compress.implement(
+            jnp.zeros((tokens, 2 * config.width)), jnp.zeros((config.compress_ratio, config.width)),
+            jnp.zeros((8, config.page_rows, 2 * config.width)), config.format.allocate(8, config.kv_page_rows),
+            metadata, jnp.ones(config.head_dim), jnp.zeros((tokens, 64)), None,
+            config=config, save="tail", platform="cuda",
+        )  # fmt: skip
+
+    jax.eval_shape(call)
+    assert [name for name, *_ in fresh] == ["_long_windows"]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +162,7 @@ def shape():
     return launch.Shape(
         ratio=4, overlap=True, head_dim=512, rope_dim=64, eps=1e-6, page_rows=4, kv_page_rows=64, format="bf16",
         page_bytes=64 * 1024, dtype="float32", norm_dtype="float32", save="tail", resident=4,
+        by_turns=False,
     )  # fmt: skip
 
 

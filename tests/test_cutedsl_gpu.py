@@ -31,6 +31,29 @@ FORMATS = [
 ]
 
 
+@pytest.fixture(params=["any batch", "long prefill"])
+def kernel(request, monkeypatch):
+    """Which kernel takes the prefills: for long ones, three of its CTAs take all windows by turns."""
+    if request.param == "any batch":
+        yield
+        return
+    from dsv4_jax.nvidia.ops import prefill
+
+    taken = []
+
+    def few(windows):
+        taken.append(windows)
+        return min(windows, 3)
+
+    monkeypatch.setattr(prefill, "pays", lambda shape, windows: True)
+    monkeypatch.setattr(prefill, "blocks", few)
+    # What was compiled before has another kernel.
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+    assert taken
+
+
 def gpu_batch(kind, fmt, page_rows, kv_page_rows, options, seed=7, **changes):
     config = ops.make_config(kind, fmt, page_rows, kv_page_rows, **changes)
     tokens = 2500 if config.compress_ratio > 64 else 420  # enough for several windows to close
@@ -51,12 +74,12 @@ def check(batch):
 
 
 @pytest.mark.parametrize(("kind", "fmt", "page_rows", "kv_page_rows", "options"), FORMATS)
-def test_batches(kind, fmt, page_rows, kv_page_rows, options):
+def test_batches(kind, fmt, page_rows, kv_page_rows, options, kernel):
     check(gpu_batch(kind, fmt, page_rows, kv_page_rows, options))
 
 
 @pytest.mark.parametrize("kind", ["csa", "hca"])
-def test_bfloat16_norm_weight(kind):
+def test_bfloat16_norm_weight(kind, kernel):
     batch = gpu_batch(kind, "fp8_ds_mla", 4, 4, {})
     check(dataclasses.replace(batch, norm_weight=batch.norm_weight.astype(ml_dtypes.bfloat16)))
 
@@ -68,8 +91,33 @@ def test_other_ratios(ratio, overlap):
     check(gpu_batch("csa", "fp8_ds_mla", 4, 4, {}, compress_ratio=ratio, overlap=overlap))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("kernel", ["long prefill"], indirect=True)
+@pytest.mark.parametrize(
+    ("ratio", "overlap"), [(8, False), (8, True), (16, False), (16, True), (64, True), (256, False)]
+)
+def test_long_prefills_of_other_ratios(ratio, overlap, kernel, dtype):
+    check(gpu_batch("csa", "fp8_ds_mla", 4, 4, {"dtype": dtype}, compress_ratio=ratio, overlap=overlap))
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("csa", 9000), ("hca", 17000), ("hca", 53000)])
+def test_long_prefills(kind, tokens):
+    """As many windows as the kernel for long prefills is taken for: with three CTAs a multiprocessor, and with four."""
+    from dsv4_jax.nvidia.ops import prefill
+
+    config = ops.make_config(kind, "fp8_ds_mla")
+    sizes = [(3, tokens // 2), (0, tokens // 2 - 700), (130, 690)]
+    batch = random_batch(np.random.default_rng(5), config, sizes=sizes, padding=10, dtype=ml_dtypes.bfloat16)
+    windows = ops.metadata(batch).closing.shape[0]
+    assert windows * config.window >= prefill.LEAST_ROWS
+    assert prefill.resident(windows) == (3 if tokens == 17000 else 4)
+    state, cache = ops.compress(batch, implementation="cutedsl")
+    ops.same_bytes(state, ops.tail(batch))
+    oracle.assert_same_cache(cache, batch.cache, ops.rows(batch, batch.state, from_batch=True), config)
+
+
 @pytest.mark.parametrize("kind", ["csa", "hca"])
-def test_wrong_plan_entries_write_nothing(kind):
+def test_wrong_plan_entries_write_nothing(kind, kernel):
     batch = gpu_batch(kind, "fp8_ds_mla", 4, 3, {})
     meta = ops.metadata(batch)
     tokens, m, largest = len(batch.positions), batch.config.compress_ratio, 2**31 - 1
@@ -93,7 +141,7 @@ def test_wrong_plan_entries_write_nothing(kind):
 
 @pytest.mark.parametrize("fmt", ["fp8_ds_mla", "bf16", "fp8"])
 @pytest.mark.parametrize("kind", ["csa", "hca"])
-def test_a_channel_that_is_not_finite(kind, fmt):
+def test_a_channel_that_is_not_finite(kind, fmt, kernel):
     batch = gpu_batch(kind, fmt, 4, 3, {})
     rng = np.random.default_rng(0)
     for value in (np.nan, np.inf, -np.inf):

@@ -12,9 +12,10 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 # A bfloat16 is the upper half of a float32.
 _LOAD4 = {
-    "float32": "@p ld.global{cache}.v4.b32 {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, [{{$r0}}];",
+    "float32": "{where}ld.{space}{cache}.v4.b32 {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, [{{$r0}}];",
     "bfloat16": (
-        ".reg .b32 low, high; mov.b32 low, 0; mov.b32 high, 0; @p ld.global{cache}.v2.b32 {{ low, high }}, [{{$r0}}];"
+        ".reg .b32 low, high; mov.b32 low, 0; mov.b32 high, 0;"
+        " {where}ld.{space}{cache}.v2.b32 {{ low, high }}, [{{$r0}}];"
         " shl.b32 {{$w0}}, low, 16; and.b32 {{$w1}}, low, 0xFFFF0000;"
         " shl.b32 {{$w2}}, high, 16; and.b32 {{$w3}}, high, 0xFFFF0000;"
     ),
@@ -31,7 +32,7 @@ def load4(address: Int64, present, dtype: str = "float32", *, once: bool = False
       dtype: in memory, "float32" or "bfloat16".
       once: nobody reads these bytes again, so they need not push others out of the L1 cache.
     """
-    load = _LOAD4[dtype].format(cache=".L1::no_allocate" if once else "")
+    load = _LOAD4[dtype].format(space="global", cache=".L1::no_allocate" if once else "", where="@p ")
     return cute.arch.inline_ptx(
         f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {_ZERO[dtype]} {load} }}",
         write_only_types=[Float32] * 4,
@@ -89,6 +90,34 @@ def store_in_peer(pointer: cute.Pointer, rank: Int32, value: Float32, present) -
         " mapa.shared::cluster.u32 peer, {$r0}, {$r1}; @p st.shared::cluster.f32 [peer], {$r2}; }",
         read_only_args=[pointer.toint(), rank, value, Int32(present)],
     )
+
+
+def copy16(target: Int32, source: Int64, present, *, into: int, at: int) -> None:
+    """Begins to copy sixteen bytes from global address `source + at` to shared address `target + into`.
+
+    `into` and `at` are part of the instruction. The bytes pass by the L1 cache.
+    """
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0;"
+        f" @p cp.async.cg.shared.global [{{$r0}}+{into}], [{{$r1}}+{at}], 16; }}",
+        read_only_args=[target, source, Int32(present)],
+    )
+
+
+def await_copies() -> None:
+    """Waits until all that this thread has begun to copy is there, for this thread."""
+    cute.arch.inline_ptx("cp.async.wait_all;")
+
+
+def load_shared4(address: Int32, dtype: str, *, at: int) -> tuple:
+    """Four channels as float32 from shared memory; `at` is part of the instruction."""
+    load = _LOAD4[dtype].format(space="shared", cache="", where="").replace("{$r0}", f"{{$r0}}+{at}")
+    return cute.arch.inline_ptx(f"{{ {load} }}", write_only_types=[Float32] * 4, read_only_args=[address])
+
+
+def reciprocal(x: Float32) -> Float32:
+    """1 / x, off by one unit in the last place at most; a subnormal x counts as 0, which saves a branch."""
+    return cute.arch.inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
 def select(condition: Boolean, yes, no):

@@ -7,6 +7,8 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from dsv4_jax.nvidia.ops.memory import BYTES, load, load4, select
 
+HALF_WARPS = 8  # of a CTA that holds a whole key: 64 channels each
+
 
 class Factors(NamedTuple):
     """What a thread's channels are multiplied by; loaded ahead of the window, so that they are there when it is."""
@@ -38,6 +40,17 @@ def sum_of_squares(c) -> Float32:
     for lanes in (8, 4, 2, 1):
         squares = squares + cute.arch.shuffle_sync_bfly(squares, lanes)
     return squares
+
+
+def sum_of_cta(shared: cute.Pointer, squares: Float32) -> Float32:
+    """Over a whole key, of what the half-warps of a CTA hold; by `HALF_WARPS` float32 of shared memory."""
+    # All sixteen threads of a half-warp write the same value.
+    (shared + cute.arch.thread_idx()[0] // 16).store(squares)
+    cute.arch.sync_threads()
+    total = shared.load()
+    for i in range(1, HALF_WARPS):
+        total = total + (shared + i).load()
+    return total
 
 
 def norm_rope(c, squares: Float32, factors: Factors, shape) -> list:

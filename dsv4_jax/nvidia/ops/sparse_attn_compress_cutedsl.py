@@ -3,9 +3,11 @@
 Short windows (CSA): a CTA of 128 threads holds a whole window in registers, four channels a thread, and stores its key.
 Long ones (HCA): a cluster of eight CTAs shares a window, 64 channels each, which is also a block of the fp8 format; all
 that they need from one another is the sum of squares for RMSNorm, which goes through distributed shared memory. So
-either way one launch goes from scores to bytes. The CTAs after those of the windows save states.
+either way one launch goes from scores to bytes. The CTAs after those of the windows save states. Long prefills have a
+kernel of their own, in `prefill`.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import cutlass
@@ -16,10 +18,10 @@ from cutlass import Float32, Int32, Int64
 
 import bridge
 from dsv4_jax.cache import page_stride
-from dsv4_jax.nvidia.ops import launch, support
+from dsv4_jax.nvidia.ops import launch, prefill, support
 from dsv4_jax.nvidia.ops.launch import Arguments, Shape
 from dsv4_jax.nvidia.ops.memory import load, load4, store4, store_in_peer
-from dsv4_jax.nvidia.ops.norm_rope import load_factors, norm_rope, sum_of_squares
+from dsv4_jax.nvidia.ops.norm_rope import HALF_WARPS, load_factors, norm_rope, sum_of_cta, sum_of_squares
 from dsv4_jax.nvidia.ops.quantise_store import store_key
 from dsv4_jax.nvidia.ops.window import (
     Sum,
@@ -88,13 +90,14 @@ def plan(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, k
     elif saved:
         arrays |= {"positions": metadata.positions, "slot_mapping": metadata.slot_mapping}
     shape = _shape(config, windows, kv_cache, kv_score, norm_weight, save)
+    if metadata.prefill and save == "tail" and prefill.serves(shape) and prefill.pays(shape, windows):
+        shape = dataclasses.replace(shape, by_turns=True, resident=prefill.resident(windows))
     updates = tuple(name for name, does in (("state_cache", saved), ("kv_cache", windows)) if does)
-    savers = -(-saved // _saved_by_cta(shape))
     numbers = {
         **_lengths(metadata, state_cache, kv_cache, cos_sin),
         "windows": windows,
         "saved": saved,
-        "blocks": (windows + -(-savers // CLUSTER)) * CLUSTER if _is_long(shape) else windows + savers,
+        "blocks": _blocks(shape, windows, saved),
     }
     return Call(_kernel(shape), shape, arrays, numbers, updates)
 
@@ -172,6 +175,7 @@ def _shape(config, windows, kv_cache=None, kv_score=None, norm_weight=None, save
         norm_dtype="float32" if norm_weight is None else norm_weight.dtype.name,
         save=save,
         resident=_resident(config.window, windows),
+        by_turns=False,
     )
 
 
@@ -189,8 +193,17 @@ def _is_long(shape):
 
 
 def _kernel(shape):
-    """The kernel for a window's length."""
+    """The kernel for a window's length and their number."""
+    if shape.by_turns:
+        return prefill.prefill_windows
     return _long_windows if _is_long(shape) else _short_windows
+
+
+def _blocks(shape, windows, saved):
+    if shape.by_turns:
+        return prefill.blocks(windows)
+    savers = -(-saved // _saved_by_cta(shape))
+    return (windows + -(-savers // CLUSTER)) * CLUSTER if _is_long(shape) else windows + savers
 
 
 def _lengths(metadata, state_cache, kv_cache, cos_sin):
@@ -236,24 +249,14 @@ def short_window_kernel(a: Arguments, shape: cutlass.Constexpr):
             if cutlass.const_expr(shape.format == "compressed"):
                 store4(a.compressed + (Int64(block) * shape.head_dim + channel) * 4, c)
             else:
-                key = norm_rope(c, _sum_of_cta(sum_of_squares(c)), factors, shape)
+                key = norm_rope(
+                    c, sum_of_cta(cute.arch.alloc_smem(Float32, HALF_WARPS), sum_of_squares(c)), factors, shape
+                )
                 store_key(a, key, channel, entry.slot, present[0] != 0, shape)
     else:
         count = _saved_by_cta(shape)
         if cutlass.const_expr(shape.save != "none"):
             save_rows(a, (block - a.windows) * count, count, thread, SHORT_THREADS, shape)
-
-
-def _sum_of_cta(squares):
-    """The sum of what the eight half-warps of a short window's CTA hold."""
-    shared = cute.make_tensor(cute.arch.alloc_smem(Float32, 8), cute.make_layout(8))
-    # All sixteen threads of a half-warp write the same value.
-    shared[cute.arch.thread_idx()[0] // 16] = squares
-    cute.arch.sync_threads()
-    total = shared[0]
-    for i in range(1, 8):
-        total = total + shared[i]
-    return total
 
 
 @cute.jit
@@ -277,7 +280,7 @@ def norm_rope_insert_kernel(a: Arguments, shape: cutlass.Constexpr):
             listed = lane + i < shape.window
             slot = load(a.window_slots + (Int64(block) * shape.window + i + lane) * 4, Int32, listed)
             found = found | (listed & (slot >= 0) & (slot // shape.page_rows < a.state_pages))
-        key = norm_rope(c, _sum_of_cta(sum_of_squares(c)), factors, shape)
+        key = norm_rope(c, sum_of_cta(cute.arch.alloc_smem(Float32, HALF_WARPS), sum_of_squares(c)), factors, shape)
         store_key(a, key, channel, entry.slot, cute.arch.vote_any_sync(found), shape)
 
 

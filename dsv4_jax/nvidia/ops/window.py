@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from dsv4_jax.nvidia.ops.memory import BYTES, load, load4, load_int4, select, store4
+from dsv4_jax.nvidia.ops.memory import BYTES, load, load4, load_int4, reciprocal, select, store4
 
 INFINITY = float("inf")
 LOG2_E = 1.4426950408889634
@@ -46,13 +46,23 @@ class Sum(NamedTuple):
 
 def plan_entry(a, index: Int32, shape) -> Entry:
     """Entry `index` of `metadata.closing`."""
-    row, position, slot, in_batch = load_int4(a.closing + Int64(index) * 16)
+    return checked_entry(a, load_int4(a.closing + Int64(index) * 16), shape)
+
+
+def checked_entry(a, numbers, shape) -> Entry:
+    """The entry that four int32 of the plan are."""
+    row, position, slot, in_batch = numbers
     m = shape.ratio
     valid = (row >= 0) & (row < a.tokens) & (slot >= 0) & (slot // shape.kv_page_rows < a.kv_pages)
     valid = valid & (position >= 0) & ((position + 1) % m == 0) & (position // m * m < a.table_rows)
     if shape.from_batch:
         valid = valid & (in_batch >= 1)  # the closing token itself
     return Entry(row, position, slot, in_batch, valid)
+
+
+def is_whole(entry: Entry, shape) -> Boolean:
+    """Whether all rows of a window lie in the batch."""
+    return (entry.in_batch >= shape.window) & (entry.row >= shape.window - 1)
 
 
 @cute.jit
@@ -75,7 +85,7 @@ def load_window(
     held = Rows(first, step, count)
     if cutlass.const_expr(shape.from_batch):
         present[0] = Int32(1)
-        if (entry.in_batch >= shape.window) & (entry.row >= shape.window - 1):
+        if is_whole(entry, shape):
             # The common case of a prefill: nothing to look up, nothing to mask.
             _load_batch(a, entry, held, channel, kv, score, shape)
         else:
@@ -85,13 +95,13 @@ def load_window(
 
 
 def _load_batch(a, entry, rows, channel, kv, score, shape):
-    bias = [load4(_bias_address(a, rows.element(i), channel, shape), True) for i in range(rows.count)]
+    bias = [load4(bias_address(a, rows.element(i), channel, shape), True) for i in range(rows.count)]
     for i in range(rows.count):
-        at = _batch_address(a, entry, rows.element(i), channel, shape)
-        _put(kv, i, load4(at, True, shape.dtype, once=True))
-        _put(score, i, load4(at + shape.width * BYTES[shape.dtype], True, shape.dtype, once=True))
+        at = batch_address(a, entry, rows.element(i), channel, shape)
+        put(kv, i, load4(at, True, shape.dtype, once=True))
+        put(score, i, load4(at + shape.width * BYTES[shape.dtype], True, shape.dtype, once=True))
     for i in range(rows.count):
-        _add(score, i, bias[i])
+        add(score, i, bias[i])
 
 
 def _load_mixed(a, index, entry, rows, channel, kv, score, shape):
@@ -109,31 +119,31 @@ def _load_mixed(a, index, entry, rows, channel, kv, score, shape):
         there = in_state[i]
         if shape.from_batch and shape.dtype == "float32":
             # One load serves both, as both are of the same dtype.
-            at = select(in_batch[i], _batch_address(a, entry, rows.element(i), channel, shape), at)
+            at = select(in_batch[i], batch_address(a, entry, rows.element(i), channel, shape), at)
             there = there | in_batch[i]
-        _put(kv, i, load4(at, there, once=True))
-        _put(score, i, load4(at + half, there, once=True))
+        put(kv, i, load4(at, there, once=True))
+        put(score, i, load4(at + half, there, once=True))
         if shape.from_batch and shape.dtype != "float32":
-            at = _batch_address(a, entry, rows.element(i), channel, shape)
-            _put(kv, i, load4(at, in_batch[i], shape.dtype, once=True), in_batch[i])
+            at = batch_address(a, entry, rows.element(i), channel, shape)
+            put(kv, i, load4(at, in_batch[i], shape.dtype, once=True), in_batch[i])
             at = at + shape.width * BYTES[shape.dtype]
-            _put(score, i, load4(at, in_batch[i], shape.dtype, once=True), in_batch[i])
+            put(score, i, load4(at, in_batch[i], shape.dtype, once=True), in_batch[i])
     found = Boolean(False)
     for i in range(rows.count):
         there = in_batch[i] | in_state[i]
         found = found | there
         if shape.from_batch:
-            _add(score, i, load4(_bias_address(a, rows.element(i), channel, shape), in_batch[i]))
-        _put(score, i, [Float32(-INFINITY)] * 4, ~there)
+            add(score, i, load4(bias_address(a, rows.element(i), channel, shape), in_batch[i]))
+        put(score, i, [Float32(-INFINITY)] * 4, ~there)
     return found
 
 
-def _batch_address(a, entry, element, channel, shape):
+def batch_address(a, entry, element, channel, shape):
     row = Int64(entry.row) - (shape.window - 1) + element
     return a.kv_score + (row * (2 * shape.width) + _column(element, channel, shape)) * BYTES[shape.dtype]
 
 
-def _bias_address(a, element, channel, shape):
+def bias_address(a, element, channel, shape):
     return a.ape + (Int64(element % shape.ratio) * shape.width + _column(element, channel, shape)) * 4
 
 
@@ -144,12 +154,12 @@ def _column(element, channel, shape):
     return Int64(channel)
 
 
-def _put(rows, i, values, where=None):
+def put(rows, i, values, where=None):
     for j in range(4):
         rows[i, j] = values[j] if where is None else select(where, values[j], rows[i, j])
 
 
-def _add(rows, i, values):
+def add(rows, i, values):
     for j in range(4):
         rows[i, j] = rows[i, j] + values[j]
 
@@ -195,7 +205,7 @@ def quotient(x: Sum) -> list:
     """The compressed channels: NaN where they are not finite."""
     found = []
     for total, weighted in zip(x.total, x.weighted, strict=True):
-        c = weighted * cute.math.rcp(total, fastmath=True)
+        c = weighted * reciprocal(total)
         found.append(select(cute.math.absf(c) < Float32(INFINITY), c, Float32(float("nan"))))
     return found
 

@@ -1,0 +1,198 @@
+"""Compressors in CuTeDSL for long prefills: CTAs take windows by turns, and copy the next rows while they work.
+
+A CTA of 128 threads, four channels each, folds eight rows at a time: a window of CSA, a sixteenth of one of HCA. The
+next eight come into shared memory meanwhile. A thread reads there what itself or its neighbour has copied, so that
+threads meet but once a window, for RMSNorm. Rows are in flight all the time, by few threads and in one launch.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from dsv4_jax.nvidia.ops import launch
+from dsv4_jax.nvidia.ops.launch import Arguments
+from dsv4_jax.nvidia.ops.memory import BYTES, await_copies, copy16, load4, load_int4, load_shared4, select
+from dsv4_jax.nvidia.ops.norm_rope import HALF_WARPS, load_factors, norm_rope, sum_of_cta, sum_of_squares
+from dsv4_jax.nvidia.ops.quantise_store import store_key
+from dsv4_jax.nvidia.ops.window import (
+    INFINITY,
+    Entry,
+    Rows,
+    Sum,
+    add,
+    batch_address,
+    bias_address,
+    checked_entry,
+    is_whole,
+    join,
+    load_window,
+    plan_entry,
+    put,
+    quotient,
+    save_rows,
+    softmax_sum,
+)
+
+THREADS = 128
+ROWS = 8  # that are folded at once
+CARVEOUT = 60  # per cent of the L1 cache that are shared memory: the rest is for the bias
+MULTIPROCESSORS = 132  # an H200's; on another GPU the CTAs are a little too few or too many
+LEAST_ROWS = 16384  # of all windows together; fewer have not enough CTAs
+
+
+def serves(shape) -> bool:
+    """Whether eight rows are a whole window, or all in one half of one."""
+    return shape.window == ROWS or shape.ratio % ROWS == 0
+
+
+def pays(shape, windows: int) -> bool:
+    """Whether this kernel takes less time than those that serve any batch. Measured on an H200."""
+    # float32 rows of short windows fill the memory's pipe without it.
+    return windows * shape.window >= LEAST_ROWS and (shape.window > ROWS or shape.dtype == "bfloat16")
+
+
+def resident(windows: int) -> int:
+    """CTAs of a multiprocessor: with more, each has fewer registers."""
+    return 3 if windows <= 3 * MULTIPROCESSORS else 4
+
+
+def blocks(windows: int) -> int:
+    """CTAs of a launch."""
+    return min(windows, resident(windows) * MULTIPROCESSORS)
+
+
+@cute.jit
+def prefill_windows(a: Arguments, stream: launch.STREAM, shape: cutlass.Constexpr):
+    prefill_kernel(a, shape).launch(
+        grid=[a.blocks, 1, 1],
+        block=[THREADS, 1, 1],
+        smem=ROWS * 2 * THREADS * 4 * BYTES[shape.dtype],
+        min_blocks_per_mp=shape.resident,
+        preferred_smem_carveout=CARVEOUT,
+        stream=stream,
+    )
+
+
+@cute.kernel
+def prefill_kernel(a: Arguments, shape: cutlass.Constexpr):
+    """Steps of eight rows, over the windows of a CTA; then the states that it saves."""
+    thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+    channel = thread * 4
+    folds = shape.window // ROWS
+    stage = cute.arch.get_dyn_smem(Float32, 128).toint() + thread * (4 * BYTES[shape.dtype])
+    squares = cute.arch.alloc_smem(Float32, 2 * HALF_WARPS)
+    kv = cute.make_rmem_tensor((ROWS, 4), Float32)
+    score = cute.make_rmem_tensor((ROWS, 4), Float32)
+    bias = cute.make_rmem_tensor((ROWS, 4), Float32)
+    folded = cute.make_rmem_tensor((3, 4), Float32)
+    present = cute.make_rmem_tensor(1, Int32)  # of `load_window`; the closing token always is
+    copied = cute.make_rmem_tensor(4, Int32)  # the entry whose rows are copied now
+    coming = cute.make_rmem_tensor(4, Int32)  # the numbers of the next one, loaded a window ahead
+    entry = plan_entry(a, block, shape)
+    _keep(copied, entry, True)
+    _load_entry(a, coming, block + a.blocks)
+    _copy(a, entry, Int32(0), channel, stage, shape)
+    place = Int32(0)
+    for step in range((a.windows - block + a.blocks - 1) // a.blocks * folds):
+        index, first = block + step // folds * a.blocks, step % folds * ROWS
+        entry = _kept(copied)
+        is_last = first == (folds - 1) * ROWS
+        if is_last:
+            _keep(copied, checked_entry(a, [coming[i] for i in range(4)], shape), index + a.blocks < a.windows)
+            _load_entry(a, coming, index + 2 * a.blocks)
+        if cutlass.const_expr(folds == 1):
+            factors = load_factors(a, select(entry.valid, entry.position, Int32(0)), channel, shape)
+        _load_bias(a, bias, first, channel, shape)
+        await_copies()
+        _meet(shape)
+        if is_whole(entry, shape):
+            _read(kv, score, bias, stage, shape)
+        else:
+            if entry.valid:
+                load_window(a, index, entry, (1, ROWS), first, channel, kv, score, present, shape)
+        _meet(shape)
+        _copy(a, _kept(copied), (step + 1) % folds * ROWS, channel, stage, shape)
+        if entry.valid:
+            part = softmax_sum(kv, score, ROWS)
+            if cutlass.const_expr(folds > 1):
+                if first == 0:
+                    _put_sum(folded, Sum([Float32(-INFINITY)] * 4, [Float32(0)] * 4, [Float32(0)] * 4))
+                part = join(Sum(*([folded[i, j] for j in range(4)] for i in range(3))), part)
+                _put_sum(folded, part)
+            if is_last:
+                own = factors if folds == 1 else load_factors(a, entry.position, channel, shape)
+                c = quotient(part)
+                total = sum_of_cta(squares + place, sum_of_squares(c))
+                # The other place for the next window's, which a warp may come to while another still reads this one's.
+                place = place ^ HALF_WARPS
+                store_key(a, norm_rope(c, total, own, shape), channel, entry.slot, True, shape)
+    count = 8 * 4 * THREADS // (2 * shape.width)  # eight loads in flight in each thread
+    for chunk in range(block, (a.saved + count - 1) // count, a.blocks):
+        save_rows(a, chunk * count, count, thread, THREADS, shape)
+
+
+def _load_entry(a, into, index: Int32) -> None:
+    """The numbers of entry `index`; past the last one, of any."""
+    values = load_int4(a.closing + Int64(select(index < a.windows, index, Int32(0))) * 16)
+    for i in range(4):
+        into[i] = values[i]
+
+
+def _keep(into, entry: Entry, listed) -> None:
+    """Its numbers, where it may write; else such as no entry has."""
+    for i in range(4):
+        into[i] = select(entry.valid & listed, entry[i], Int32(-1))
+
+
+def _kept(held) -> Entry:
+    """What `_keep` has put there."""
+    return Entry(*(held[i] for i in range(4)), held[0] >= 0)
+
+
+def _sharers(shape) -> int:
+    """Threads whose channels one copy of sixteen bytes holds: these take rows by turns."""
+    return 4 // BYTES[shape.dtype]
+
+
+def _meet(shape) -> None:
+    """Waits for the threads that copy for one another."""
+    if _sharers(shape) > 1:
+        cute.arch.sync_warp()
+
+
+def _copy(a, entry: Entry, first: Int32, channel: Int32, stage: Int32, shape) -> None:
+    """Begins to copy rows `first` to `first + ROWS - 1` of a window, if it is whole."""
+    size, sharers = 4 * BYTES[shape.dtype], _sharers(shape)
+    turn = cute.arch.thread_idx()[0] % sharers
+    row_bytes = 2 * shape.width * BYTES[shape.dtype]
+    present = is_whole(entry, shape)
+    source = batch_address(a, entry, first, channel - 4 * turn, shape) + Int64(turn) * row_bytes
+    target = stage + turn * (2 * THREADS * size - size)
+    for i in range(0, ROWS, sharers):
+        at, into = i * row_bytes, 2 * i * THREADS * size
+        if shape.overlap and i >= shape.ratio:  # the newer half of a window that is no longer than ROWS
+            at += shape.head_dim * BYTES[shape.dtype]
+        copy16(target, source, present, into=into, at=at)
+        copy16(target, source, present, into=into + THREADS * size, at=at + row_bytes // 2)
+
+
+def _read(kv, score, bias, stage: Int32, shape) -> None:
+    """What was copied into registers, with the bias."""
+    size = THREADS * 4 * BYTES[shape.dtype]
+    for i in range(ROWS):
+        put(kv, i, load_shared4(stage, shape.dtype, at=2 * i * size))
+        put(score, i, load_shared4(stage, shape.dtype, at=(2 * i + 1) * size))
+    for i in range(ROWS):
+        add(score, i, [bias[i, j] for j in range(4)])
+
+
+def _load_bias(a, bias, first: Int32, channel: Int32, shape) -> None:
+    rows = Rows(first, 1, ROWS)
+    for i in range(ROWS):
+        put(bias, i, load4(bias_address(a, rows.element(i), channel, shape), True))
+
+
+def _put_sum(folded, total: Sum) -> None:
+    for i in range(3):
+        for j in range(4):
+            folded[i, j] = total[i][j]
