@@ -105,14 +105,15 @@ def test_the_kernel_of_so_many_windows(kind, dtype, save, tokens, kernel, reside
     assert [(name, shape.resident) for name, shape, _ in fresh] == [(kernel, resident)]
 
 
-def test_decodes_have_the_kernels_for_any_batch(fresh):
-    """Where most entries of the plan may close no window, CTAs that take them by turns would be too few."""
-    config, tokens = ops.make_config("hca", "fp8_ds_mla"), 32768
+@pytest.mark.parametrize(("tokens", "requests"), [(32768, 32768), (2048, 500), (16384 - 128, 300)])
+def test_entries_that_may_close_no_window_do_not_make_a_long_prefill(tokens, requests, fresh):
+    config = ops.make_config("hca", "fp8_ds_mla")
 
     def call():
+        lengths = jnp.ones(requests, jnp.int32).at[0].set(tokens - requests + 1)
         metadata = CompressorMetadata.build(
-            config, jnp.arange(tokens + 1), jnp.ones(tokens, jnp.int32),
-            jnp.zeros((tokens, 1), jnp.int32), jnp.zeros((tokens, 1), jnp.int32),
+            config, jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths)]), lengths,
+            jnp.zeros((requests, 1), jnp.int32), jnp.zeros((requests, 1), jnp.int32),
             num_tokens=tokens,
         )  # fmt: skip
         return compress.implement(

@@ -120,8 +120,9 @@ def test_long_prefills(kind, tokens):
 def test_wrong_plan_entries_write_nothing(kind, kernel):
     batch = gpu_batch(kind, "fp8_ds_mla", 4, 3, {})
     meta = ops.metadata(batch)
-    tokens, m, largest = len(batch.positions), batch.config.compress_ratio, 2**31 - 1
+    tokens, m, n, largest = len(batch.positions), batch.config.compress_ratio, batch.config.window, 2**31 - 1
     wrong = [
+        [largest, m - 1, 0, n], [tokens, m - 1, 0, n], [-5, m - 1, 0, n],  # batch row of a window in the batch
         [tokens, m - 1, 0, 1], [largest, m - 1, 0, 1], [-5, m - 1, 0, 1],  # batch row
         [0, m, 0, 1], [0, largest, 0, 1], [0, -1, 0, 1],  # position
         [0, m - 1, largest, 1], [0, m - 1, len(batch.cache) * 3, 1], [0, m - 1, -7, 1],  # cache slot
@@ -129,7 +130,7 @@ def test_wrong_plan_entries_write_nothing(kind, kernel):
     ]  # fmt: skip
     right = np.array(meta.closing)
     right = right[right[:, 0] >= 0]
-    closing = np.array([entry for i, r in enumerate(right) for entry in (r, wrong[i % len(wrong)])], np.int32)
+    closing = np.array([entry for i, r in enumerate(right) for entry in (wrong[i % len(wrong)], r)], np.int32)
     slots = np.repeat(np.asarray(meta.window_slots)[: len(right)], 2, axis=0)
     wrong = [[tokens, 0, 0], [-1, 0, 0], [largest, 5, 0], [0, -1, 0], [0, 0, largest]]
     saving = np.concatenate([np.asarray(meta.saving), wrong]).astype(np.int32)

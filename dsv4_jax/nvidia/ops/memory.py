@@ -95,7 +95,7 @@ def store_in_peer(pointer: cute.Pointer, rank: Int32, value: Float32, present) -
 def copy16(target: Int32, source: Int64, present, *, into: int, at: int) -> None:
     """Begins to copy sixteen bytes from global address `source + at` to shared address `target + into`.
 
-    `into` and `at` are part of the instruction. The bytes pass by the L1 cache.
+    `into` and `at` are part of the instruction. The bytes do not go through the L1 cache.
     """
     cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0;"

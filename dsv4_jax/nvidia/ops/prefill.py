@@ -2,7 +2,7 @@
 
 A CTA of 128 threads, four channels each, folds eight rows at a time: a window of CSA, a sixteenth of one of HCA. The
 next eight come into shared memory meanwhile. A thread reads there what itself or its neighbour has copied, so that
-threads meet but once a window, for RMSNorm. Rows are in flight all the time, by few threads and in one launch.
+a CTA meets but once a window, for RMSNorm. Rows are in flight all the time, by few threads and in one launch.
 """
 
 import cutlass
@@ -88,10 +88,9 @@ def prefill_kernel(a: Arguments, shape: cutlass.Constexpr):
     present = cute.make_rmem_tensor(1, Int32)  # of `load_window`; the closing token always is
     copied = cute.make_rmem_tensor(4, Int32)  # the entry whose rows are copied now
     coming = cute.make_rmem_tensor(4, Int32)  # the numbers of the next one, loaded a window ahead
-    entry = plan_entry(a, block, shape)
-    _keep(copied, entry, True)
+    _keep(copied, plan_entry(a, block, shape), True)
     _load_entry(a, coming, block + a.blocks)
-    _copy(a, entry, Int32(0), channel, stage, shape)
+    _copy(a, _kept(copied), Int32(0), channel, stage, shape)
     place = Int32(0)
     for step in range((a.windows - block + a.blocks - 1) // a.blocks * folds):
         index, first = block + step // folds * a.blocks, step % folds * ROWS
@@ -102,7 +101,11 @@ def prefill_kernel(a: Arguments, shape: cutlass.Constexpr):
             _load_entry(a, coming, index + 2 * a.blocks)
         if cutlass.const_expr(folds == 1):
             factors = load_factors(a, select(entry.valid, entry.position, Int32(0)), channel, shape)
-        _load_bias(a, bias, first, channel, shape)
+            _load_bias(a, bias, first, channel, shape)
+        elif entry.valid:
+            _load_bias(a, bias, first, channel, shape)
+        else:
+            bias.fill(0)  # else that of the step before would have to be kept
         await_copies()
         _meet(shape)
         if is_whole(entry, shape):
@@ -162,12 +165,13 @@ def _meet(shape) -> None:
 
 def _copy(a, entry: Entry, first: Int32, channel: Int32, stage: Int32, shape) -> None:
     """Begins to copy rows `first` to `first + ROWS - 1` of a window, if it is whole."""
-    size, sharers = 4 * BYTES[shape.dtype], _sharers(shape)
+    size, sharers = 4 * BYTES[shape.dtype], _sharers(shape)  # bytes of a thread's channels
     turn = cute.arch.thread_idx()[0] % sharers
     row_bytes = 2 * shape.width * BYTES[shape.dtype]
     present = is_whole(entry, shape)
     source = batch_address(a, entry, first, channel - 4 * turn, shape) + Int64(turn) * row_bytes
-    target = stage + turn * (2 * THREADS * size - size)
+    # Of the row that is this thread's turn, where the first of the sharers has its channels.
+    target = stage + turn * (2 * THREADS - 1) * size
     for i in range(0, ROWS, sharers):
         at, into = i * row_bytes, 2 * i * THREADS * size
         if shape.overlap and i >= shape.ratio:  # the newer half of a window that is no longer than ROWS
@@ -178,10 +182,10 @@ def _copy(a, entry: Entry, first: Int32, channel: Int32, stage: Int32, shape) ->
 
 def _read(kv, score, bias, stage: Int32, shape) -> None:
     """What was copied into registers, with the bias."""
-    size = THREADS * 4 * BYTES[shape.dtype]
+    row_bytes = THREADS * 4 * BYTES[shape.dtype]  # of kv, and of score
     for i in range(ROWS):
-        put(kv, i, load_shared4(stage, shape.dtype, at=2 * i * size))
-        put(score, i, load_shared4(stage, shape.dtype, at=(2 * i + 1) * size))
+        put(kv, i, load_shared4(stage, shape.dtype, at=2 * i * row_bytes))
+        put(score, i, load_shared4(stage, shape.dtype, at=(2 * i + 1) * row_bytes))
     for i in range(ROWS):
         add(score, i, [bias[i, j] for j in range(4)])
 

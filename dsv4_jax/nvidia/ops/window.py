@@ -61,7 +61,7 @@ def checked_entry(a, numbers, shape) -> Entry:
 
 
 def is_whole(entry: Entry, shape) -> Boolean:
-    """Whether all rows of a window lie in the batch."""
+    """Whether all rows of a valid entry's window lie in the batch."""
     return (entry.in_batch >= shape.window) & (entry.row >= shape.window - 1)
 
 
