@@ -101,11 +101,7 @@ def prefill_kernel(a: Arguments, shape: cutlass.Constexpr):
             _load_entry(a, coming, index + 2 * a.blocks)
         if cutlass.const_expr(folds == 1):
             factors = load_factors(a, select(entry.valid, entry.position, Int32(0)), channel, shape)
-            _load_bias(a, bias, first, channel, shape)
-        elif entry.valid:
-            _load_bias(a, bias, first, channel, shape)
-        else:
-            bias.fill(0)  # else that of the step before would have to be kept
+        _load_bias(a, bias, first, channel, shape)
         await_copies()
         _meet(shape)
         if is_whole(entry, shape):
