@@ -105,7 +105,7 @@ def test_the_kernel_of_so_many_windows(kind, dtype, save, tokens, kernel, reside
     assert [(name, shape.resident) for name, shape, _ in fresh] == [(kernel, resident)]
 
 
-@pytest.mark.parametrize(("tokens", "requests"), [(32768, 32768), (2048, 500), (16384 - 128, 300)])
+@pytest.mark.parametrize(("tokens", "requests"), [(32768, 32768), (32768, 300), (2048, 500), (16384 - 128, 50)])
 def test_entries_that_may_close_no_window_do_not_make_a_long_prefill(tokens, requests, fresh):
     config = ops.make_config("hca", "fp8_ds_mla")
 

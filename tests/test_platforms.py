@@ -37,7 +37,7 @@ def choose(config, tokens, dtype="float32", op="compress", platform="cuda", save
         (CSA, 1, "triton"), (CSA, 512, "triton"), (CSA, 8191, "triton"),
         (CSA, 8192, "cutedsl"), (CSA, 65536, "cutedsl"),
         (HCA, 511, "triton"), (HCA, 512, "cutedsl"), (HCA, 2048, "cutedsl"), (HCA, 2049, "triton"),
-        (HCA, 16383, "triton"), (HCA, 16384, "cutedsl"), (HCA, 65536, "cutedsl"),
+        (HCA, 32767, "triton"), (HCA, 32768, "cutedsl"), (HCA, 65536, "cutedsl"),
         (ONLINE, 2048, "triton"), (ONLINE, 65536, "triton"), (INDEXER, 65536, "triton"),
     ],
 )  # fmt: skip
@@ -47,7 +47,7 @@ def test_by_compressor_and_size(machine, config, tokens, taken):
 
 def test_only_what_was_measured_is_taken(machine):
     assert choose(CSA, 65536) == "cutedsl"
-    assert choose(CSA, 16383, "bfloat16") == "triton" and choose(CSA, 16384, "bfloat16") == "cutedsl"
+    assert choose(CSA, 8191, "bfloat16") == "triton" and choose(CSA, 8192, "bfloat16") == "cutedsl"
     assert choose(HCA, 1024, "bfloat16") == choose(HCA, 65536, "bfloat16") == "cutedsl"
     assert choose(CSA, 65536, save="all") == choose(HCA, 1024, save="all") == "triton"
     assert choose(CSA, 65536, prefill=False) == choose(HCA, 1024, prefill=False) == "triton"

@@ -90,8 +90,7 @@ def plan(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, k
     elif saved:
         arrays |= {"positions": metadata.positions, "slot_mapping": metadata.slot_mapping}
     shape = _shape(config, windows, kv_cache, kv_score, norm_weight, save)
-    most = min(windows, tokens // config.compress_ratio)  # but for one a request, so many windows lie in the batch
-    if metadata.prefill and save == "tail" and prefill.serves(shape) and prefill.pays(shape, most):
+    if metadata.prefill and save == "tail" and prefill.serves(shape) and prefill.pays(shape, windows, tokens):
         shape = dataclasses.replace(shape, by_turns=True, resident=prefill.resident(windows))
     updates = tuple(name for name, does in (("state_cache", saved), ("kv_cache", windows)) if does)
     numbers = {
