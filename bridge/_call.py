@@ -147,9 +147,13 @@ def _checked_name(caller: str, fn: Any, name: Any) -> str:
         raise TypeError(f"{caller}: fn, a {type(fn).__name__}, is not hashable; it must be, to key compiled programs")
     if name is None:
         inner = fn.func if isinstance(fn, functools.partial) else fn
-        return getattr(inner, "__name__", type(inner).__name__)
+        name = getattr(inner, "__name__", type(inner).__name__)
     if not isinstance(name, str):
         raise TypeError(f"{caller}: name is a {type(name).__name__}; it must be a str")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{caller}: name is {name!a}; it must be text that UTF-8 can encode") from None
     return name
 
 

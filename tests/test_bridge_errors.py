@@ -36,6 +36,7 @@ from bridge import raw_call, torch_call
          ValueError, "only one input's"),
         ({"command_buffer_compatible": "yes"}, TypeError, "command_buffer_compatible is 'yes'"),
         ({"name": 3}, TypeError, "name is a int; it must be a str"),
+        ({"name": "\udc80"}, ValueError, "name is .*udc80.*; it must be text that UTF-8 can encode"),
     ],
 )  # fmt: skip
 def test_bad_arguments(kwargs, error, match):
