@@ -125,8 +125,12 @@ class CompressorMetadata:
 
     @property
     def prefill(self) -> bool:
-        """Whether at most one window may close for two tokens, so that nearly all windows lie in the batch whole."""
-        return 2 * self.closing.shape[0] <= self.positions.shape[0]
+        """Whether at most twice as many windows may close as the tokens fill, so that most lie in the batch whole.
+
+        So there is at most about one request to `compress_ratio` tokens.
+        """
+        ratio = self.layout[0]
+        return self.closing.shape[0] * ratio <= 2 * self.positions.shape[0]
 
     def at_layer(self, layer: jax.Array | int, state_pages: int, kv_pages: int) -> "CompressorMetadata":
         """The same step in caches that hold several layers, one after another along the page axis.

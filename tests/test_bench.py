@@ -69,7 +69,9 @@ def test_bytes_of_closing_tokens(name, a_token):
 @pytest.mark.parametrize("name", ["csa", "hca", "hca_online"])
 def test_a_case_knows_a_prefill_without_its_batch(name, kind):
     case = Case(CONFIGS[name], kind, 512)
-    assert case.prefill is case.batch().host.prefill is (kind not in ("decode", "closing"))
+    # Of 512 mixed tokens 64 are decodes, more requests than HCA has windows.
+    prefill = kind == "prefill" or (kind == "mixed" and name == "csa")
+    assert case.prefill is case.batch().host.prefill is prefill
 
 
 @pytest.mark.parametrize("name", ["csa", "hca", "hca_online"])

@@ -163,7 +163,6 @@ def shape():
     return launch.Shape(
         ratio=4, overlap=True, head_dim=512, rope_dim=64, eps=1e-6, page_rows=4, kv_page_rows=64, format="bf16",
         page_bytes=64 * 1024, dtype="float32", norm_dtype="float32", save="tail", resident=4,
-        by_turns=False,
     )  # fmt: skip
 
 

@@ -212,9 +212,13 @@ def test_int64_pages_of_numpy_do_not_wrap():
 
 @pytest.mark.parametrize(
     ("kind", "tokens", "requests", "prefill"),
-    [("csa", 14, 4, True), ("csa", 13, 4, False), ("csa", 8, 8, False), ("hca", 2, 1, True), ("hca", 1, 1, False)],
-)
-def test_a_prefill_has_two_tokens_to_a_window(kind, tokens, requests, prefill):
+    [
+        ("csa", 14, 4, True), ("csa", 13, 4, False), ("csa", 8, 8, False),
+        ("hca", 64, 1, True), ("hca", 63, 1, False), ("hca", 1, 1, False),
+        ("hca", 640, 5, True), ("hca", 639, 6, False),
+    ],
+)  # fmt: skip
+def test_a_prefill_fills_half_the_windows_that_may_close(kind, tokens, requests, prefill):
     # At most tokens // ratio + requests windows close, and one a token.
     config = ops.make_config(kind, "bf16")
     arrays = jnp.arange(requests + 1), jnp.ones(requests, jnp.int32), *[jnp.zeros((requests, 4), jnp.int32)] * 2

@@ -29,7 +29,6 @@ class Shape:
       norm_dtype: of the norm weight.
       save: "tail", "all" or "none".
       resident: CTAs for which a multiprocessor must have registers.
-      by_turns: whether a CTA takes one window after another, as in `prefill`.
     """
 
     ratio: int
@@ -45,7 +44,6 @@ class Shape:
     norm_dtype: str
     save: str
     resident: int
-    by_turns: bool
 
     @property
     def window(self) -> int:

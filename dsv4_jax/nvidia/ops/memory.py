@@ -1,7 +1,7 @@
-"""CuTeDSL: global and distributed shared memory, sixteen bytes at a time where a row allows it.
+"""CuTeDSL: global and shared memory, sixteen bytes at a time where a row allows it.
 
-Addresses are 64-bit integers, in bytes. Loads and stores are predicated instead of branched around, so that all loads
-of a window can be in flight before the first is used.
+Addresses are integers, in bytes: of global memory 64-bit ones, of shared memory 32-bit ones. Loads and stores are
+predicated instead of branched around, so that all loads of a window can be in flight before the first is used.
 """
 
 import cutlass
@@ -12,10 +12,10 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 # A bfloat16 is the upper half of a float32.
 _LOAD4 = {
-    "float32": "{where}ld.{space}{cache}.v4.b32 {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, [{{$r0}}];",
+    "float32": "{when}ld.{space}.v4.b32 {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, [{{$r0}}+{at}];",
     "bfloat16": (
         ".reg .b32 low, high; mov.b32 low, 0; mov.b32 high, 0;"
-        " {where}ld.{space}{cache}.v2.b32 {{ low, high }}, [{{$r0}}];"
+        " {when}ld.{space}.v2.b32 {{ low, high }}, [{{$r0}}+{at}];"
         " shl.b32 {{$w0}}, low, 16; and.b32 {{$w1}}, low, 0xFFFF0000;"
         " shl.b32 {{$w2}}, high, 16; and.b32 {{$w3}}, high, 0xFFFF0000;"
     ),
@@ -32,7 +32,7 @@ def load4(address: Int64, present, dtype: str = "float32", *, once: bool = False
       dtype: in memory, "float32" or "bfloat16".
       once: nobody reads these bytes again, so they need not push others out of the L1 cache.
     """
-    load = _LOAD4[dtype].format(space="global", cache=".L1::no_allocate" if once else "", where="@p ")
+    load = _LOAD4[dtype].format(when="@p ", space="global.L1::no_allocate" if once else "global", at=0)
     return cute.arch.inline_ptx(
         f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {_ZERO[dtype]} {load} }}",
         write_only_types=[Float32] * 4,
@@ -111,7 +111,7 @@ def await_copies() -> None:
 
 def load_shared4(address: Int32, dtype: str, *, at: int) -> tuple:
     """Four channels as float32 from shared memory; `at` is part of the instruction."""
-    load = _LOAD4[dtype].format(space="shared", cache="", where="").replace("{$r0}", f"{{$r0}}+{at}")
+    load = _LOAD4[dtype].format(when="", space="shared", at=at)
     return cute.arch.inline_ptx(f"{{ {load} }}", write_only_types=[Float32] * 4, read_only_args=[address])
 
 

@@ -1,7 +1,7 @@
 """Compressors in CuTeDSL for long prefills: CTAs take windows by turns, and copy the next rows while they work.
 
 A CTA of 128 threads, four channels each, folds eight rows at a time: a window of CSA, a sixteenth of one of HCA. The
-next eight come into shared memory meanwhile. A thread reads there what itself or its neighbour has copied, so that
+next eight come into shared memory meanwhile. A thread reads there what it or its neighbour has current, so that
 a CTA meets but once a window, for RMSNorm. Rows are in flight all the time, by few threads and in one launch.
 """
 
@@ -25,33 +25,34 @@ from dsv4_jax.nvidia.ops.window import (
     checked_entry,
     is_whole,
     join,
-    load_window,
+    load_mixed,
     plan_entry,
     put,
     quotient,
     save_rows,
+    saved_by_cta,
     softmax_sum,
 )
 
 THREADS = 128
 ROWS = 8  # that are folded at once
-CARVEOUT = 60  # per cent of the L1 cache that are shared memory: the rest is for the bias
+CARVEOUT = 60  # per cent of the L1 cache that are shared memory, for float32 rows; the rest is for the bias
 MULTIPROCESSORS = 132  # an H200's; on another GPU the CTAs are a little too few or too many
 LEAST_ROWS = 16384  # of all windows together; fewer are not enough CTAs
 
 
 def serves(shape) -> bool:
-    """Whether eight rows are a whole window, or all in one half of one."""
+    """Whether eight rows are a whole window, or of one half of an overlapping one."""
     return shape.window == ROWS or shape.ratio % ROWS == 0
 
 
-def pays(shape, windows: int, tokens: int) -> bool:
-    """Whether this kernel takes less time than those that serve any batch. Measured on an H200."""
-    in_batch = tokens // shape.ratio  # the plan's other entries close what earlier batches began, or nothing
-    if windows > 2 * in_batch or in_batch * shape.window < LEAST_ROWS:
-        return False
+def pays(shape, tokens: int) -> bool:
+    """Whether a prefill takes less time by this kernel than by those for any batch.
+
+    Measured on an H200, for CSA and HCA.
+    """
     # float32 rows of short windows fill the memory's pipe without it.
-    return shape.window > ROWS or shape.dtype == "bfloat16"
+    return tokens // shape.ratio * shape.window >= LEAST_ROWS and (shape.window > ROWS or shape.dtype == "bfloat16")
 
 
 def resident(windows: int) -> int:
@@ -88,32 +89,34 @@ def prefill_kernel(a: Arguments, shape: cutlass.Constexpr):
     score = cute.make_rmem_tensor((ROWS, 4), Float32)
     bias = cute.make_rmem_tensor((ROWS, 4), Float32)
     folded = cute.make_rmem_tensor((3, 4), Float32)
-    present = cute.make_rmem_tensor(1, Int32)  # of `load_window`; the closing token always is
-    copied = cute.make_rmem_tensor(4, Int32)  # the entry whose rows are copied now
-    coming = cute.make_rmem_tensor(4, Int32)  # the numbers of the next one, loaded a window ahead
-    _keep(copied, plan_entry(a, block, shape), True)
-    _load_entry(a, coming, block + a.blocks)
-    _copy(a, _kept(copied), Int32(0), channel, stage, shape)
+    current = cute.make_rmem_tensor(4, Int32)  # the entry whose rows are copied
+    following = cute.make_rmem_tensor(4, Int32)  # the numbers of the one after it, loaded long before they are needed
+    _store_entry(current, plan_entry(a, block, shape), True)
+    _load_entry(a, following, block + a.blocks)
+    _copy(a, _stored_entry(current), Int32(0), channel, stage, shape)
     place = Int32(0)
     for step in range((a.windows - block + a.blocks - 1) // a.blocks * folds):
         index, first = block + step // folds * a.blocks, step % folds * ROWS
-        entry = _kept(copied)
+        entry = _stored_entry(current)
         is_last = first == (folds - 1) * ROWS
         if is_last:
-            _keep(copied, checked_entry(a, [coming[i] for i in range(4)], shape), index + a.blocks < a.windows)
-            _load_entry(a, coming, index + 2 * a.blocks)
-        if cutlass.const_expr(folds == 1):
+            _store_entry(
+                current, checked_entry(a, [following[i] for i in range(4)], shape), index + a.blocks < a.windows
+            )
+            _load_entry(a, following, index + 2 * a.blocks)
+        if cutlass.const_expr(folds == 1):  # ahead of the wait; long windows need them once in many steps
             factors = load_factors(a, select(entry.valid, entry.position, Int32(0)), channel, shape)
+        # Also of what closes no window: behind a branch, these loads would not be under way during the wait.
         _load_bias(a, bias, first, channel, shape)
         await_copies()
         _meet(shape)
         if is_whole(entry, shape):
-            _read(kv, score, bias, stage, shape)
+            _read_with_bias(kv, score, bias, stage, shape)
         else:
             if entry.valid:
-                load_window(a, index, entry, (1, ROWS), first, channel, kv, score, present, shape)
+                load_mixed(a, index, entry, Rows(first, 1, ROWS), channel, kv, score, shape)
         _meet(shape)
-        _copy(a, _kept(copied), (step + 1) % folds * ROWS, channel, stage, shape)
+        _copy(a, _stored_entry(current), (step + 1) % folds * ROWS, channel, stage, shape)
         if entry.valid:
             part = softmax_sum(kv, score, ROWS)
             if cutlass.const_expr(folds > 1):
@@ -122,13 +125,13 @@ def prefill_kernel(a: Arguments, shape: cutlass.Constexpr):
                 part = join(Sum(*([folded[i, j] for j in range(4)] for i in range(3))), part)
                 _put_sum(folded, part)
             if is_last:
-                own = factors if folds == 1 else load_factors(a, entry.position, channel, shape)
+                of_key = factors if folds == 1 else load_factors(a, entry.position, channel, shape)
                 c = quotient(part)
                 total = sum_of_cta(squares + place, sum_of_squares(c))
                 # The other place for the next window's, which a warp may come to while another still reads this one's.
                 place = place ^ HALF_WARPS
-                store_key(a, norm_rope(c, total, own, shape), channel, entry.slot, True, shape)
-    count = 8 * 4 * THREADS // (2 * shape.width)  # eight loads in flight in each thread
+                store_key(a, norm_rope(c, total, of_key, shape), channel, entry.slot, True, shape)
+    count = saved_by_cta(THREADS, shape)
     for chunk in range(block, (a.saved + count - 1) // count, a.blocks):
         save_rows(a, chunk * count, count, thread, THREADS, shape)
 
@@ -140,14 +143,14 @@ def _load_entry(a, into, index: Int32) -> None:
         into[i] = values[i]
 
 
-def _keep(into, entry: Entry, listed) -> None:
+def _store_entry(into, entry: Entry, listed) -> None:
     """Its numbers, where it may write; else such as no entry has."""
     for i in range(4):
         into[i] = select(entry.valid & listed, entry[i], Int32(-1))
 
 
-def _kept(held) -> Entry:
-    """What `_keep` has put there."""
+def _stored_entry(held) -> Entry:
+    """What `_store_entry` has put there."""
     return Entry(*(held[i] for i in range(4)), held[0] >= 0)
 
 
@@ -167,20 +170,20 @@ def _copy(a, entry: Entry, first: Int32, channel: Int32, stage: Int32, shape) ->
     size, sharers = 4 * BYTES[shape.dtype], _sharers(shape)  # bytes of a thread's channels
     turn = cute.arch.thread_idx()[0] % sharers
     row_bytes = 2 * shape.width * BYTES[shape.dtype]
-    present = is_whole(entry, shape)
+    whole = is_whole(entry, shape)
     source = batch_address(a, entry, first, channel - 4 * turn, shape) + Int64(turn) * row_bytes
     # Of the row that is this thread's turn, where the first of the sharers has its channels.
     target = stage + turn * (2 * THREADS - 1) * size
     for i in range(0, ROWS, sharers):
         at, into = i * row_bytes, 2 * i * THREADS * size
-        if shape.overlap and i >= shape.ratio:  # the newer half of a window that is no longer than ROWS
+        if shape.overlap and i >= shape.ratio:  # the newer half, where all of a window is copied at once
             at += shape.head_dim * BYTES[shape.dtype]
-        copy16(target, source, present, into=into, at=at)
-        copy16(target, source, present, into=into + THREADS * size, at=at + row_bytes // 2)
+        copy16(target, source, whole, into=into, at=at)
+        copy16(target, source, whole, into=into + THREADS * size, at=at + row_bytes // 2)
 
 
-def _read(kv, score, bias, stage: Int32, shape) -> None:
-    """What was copied into registers, with the bias."""
+def _read_with_bias(kv, score, bias, stage: Int32, shape) -> None:
+    """What was copied into registers, the bias added."""
     row_bytes = THREADS * 4 * BYTES[shape.dtype]  # of kv, and of score
     for i in range(ROWS):
         put(kv, i, load_shared4(stage, shape.dtype, at=2 * i * row_bytes))

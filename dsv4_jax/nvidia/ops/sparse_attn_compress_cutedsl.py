@@ -30,6 +30,7 @@ from dsv4_jax.nvidia.ops.window import (
     plan_entry,
     quotient,
     save_rows,
+    saved_by_cta,
     shuffled,
     softmax_sum,
 )
@@ -90,16 +91,18 @@ def plan(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, k
     elif saved:
         arrays |= {"positions": metadata.positions, "slot_mapping": metadata.slot_mapping}
     shape = _shape(config, windows, kv_cache, kv_score, norm_weight, save)
-    if metadata.prefill and save == "tail" and prefill.serves(shape) and prefill.pays(shape, windows, tokens):
-        shape = dataclasses.replace(shape, by_turns=True, resident=prefill.resident(windows))
+    kernel, blocks = _kernel(shape), _blocks(shape, windows, saved)
+    if metadata.prefill and save == "tail" and prefill.serves(shape) and prefill.pays(shape, tokens):
+        shape = dataclasses.replace(shape, resident=prefill.resident(windows))
+        kernel, blocks = prefill.prefill_windows, prefill.blocks(windows)
     updates = tuple(name for name, does in (("state_cache", saved), ("kv_cache", windows)) if does)
     numbers = {
         **_lengths(metadata, state_cache, kv_cache, cos_sin),
         "windows": windows,
         "saved": saved,
-        "blocks": _blocks(shape, windows, saved),
+        "blocks": blocks,
     }
-    return Call(_kernel(shape), shape, arrays, numbers, updates)
+    return Call(kernel, shape, arrays, numbers, updates)
 
 
 def compress_kv(state_cache, metadata, *, config):
@@ -175,7 +178,6 @@ def _shape(config, windows, kv_cache=None, kv_score=None, norm_weight=None, save
         norm_dtype="float32" if norm_weight is None else norm_weight.dtype.name,
         save=save,
         resident=_resident(config.window, windows),
-        by_turns=False,
     )
 
 
@@ -193,16 +195,13 @@ def _is_long(shape):
 
 
 def _kernel(shape):
-    """The kernel for a window's length and their number."""
-    if shape.by_turns:
-        return prefill.prefill_windows
+    """The kernel for a window's length, for any batch."""
     return _long_windows if _is_long(shape) else _short_windows
 
 
 def _blocks(shape, windows, saved):
-    if shape.by_turns:
-        return prefill.blocks(windows)
-    savers = -(-saved // _saved_by_cta(shape))
+    """CTAs of that kernel."""
+    savers = -(-saved // saved_by_cta(LONG_THREADS if _is_long(shape) else SHORT_THREADS, shape))
     return (windows + -(-savers // CLUSTER)) * CLUSTER if _is_long(shape) else windows + savers
 
 
@@ -213,11 +212,6 @@ def _lengths(metadata, state_cache, kv_cache, cos_sin):
         "kv_pages": kv_cache.shape[0],
         "table_rows": cos_sin.shape[0],
     }
-
-
-def _saved_by_cta(shape):
-    """Rows that a CTA saves: eight loads in flight in each thread."""
-    return 8 * 4 * (LONG_THREADS if _is_long(shape) else SHORT_THREADS) // (2 * shape.width)
 
 
 @cute.jit
@@ -254,7 +248,7 @@ def short_window_kernel(a: Arguments, shape: cutlass.Constexpr):
                 )
                 store_key(a, key, channel, entry.slot, present[0] != 0, shape)
     else:
-        count = _saved_by_cta(shape)
+        count = saved_by_cta(SHORT_THREADS, shape)
         if cutlass.const_expr(shape.save != "none"):
             save_rows(a, (block - a.windows) * count, count, thread, SHORT_THREADS, shape)
 
@@ -353,7 +347,7 @@ def long_window_kernel(a: Arguments, shape: cutlass.Constexpr):
                     cute.arch.cluster_wait()
     else:
         if cutlass.const_expr(shape.save != "none"):
-            count = _saved_by_cta(shape)
+            count = saved_by_cta(LONG_THREADS, shape)
             first = ((cluster - a.windows) * CLUSTER + rank) * count
             save_rows(a, first, count, thread, LONG_THREADS, shape)
 

@@ -89,9 +89,9 @@ def load_window(
             # The common case of a prefill: nothing to look up, nothing to mask.
             _load_batch(a, entry, held, channel, kv, score, shape)
         else:
-            _load_mixed(a, index, entry, held, channel, kv, score, shape)
+            load_mixed(a, index, entry, held, channel, kv, score, shape)
     else:
-        present[0] = Int32(_load_mixed(a, index, entry, held, channel, kv, score, shape))
+        present[0] = Int32(load_mixed(a, index, entry, held, channel, kv, score, shape))
 
 
 def _load_batch(a, entry, rows, channel, kv, score, shape):
@@ -104,7 +104,7 @@ def _load_batch(a, entry, rows, channel, kv, score, shape):
         add(score, i, bias[i])
 
 
-def _load_mixed(a, index, entry, rows, channel, kv, score, shape):
+def load_mixed(a, index, entry, rows, channel, kv, score, shape):
     """Rows from the batch, from the state cache, or from nowhere; returns whether any is there."""
     slots = [load(a.window_slots + (Int64(index) * shape.window + rows.element(i)) * 4) for i in range(rows.count)]
     half = shape.width * 4  # bytes from kv to score in a row of float32
@@ -217,6 +217,11 @@ def _reference(largest):
 
 def _exp(x):
     return cute.math.exp2(x * Float32(LOG2_E), fastmath=True)
+
+
+def saved_by_cta(threads: int, shape) -> int:
+    """Rows that a CTA saves: eight loads in flight in each thread."""
+    return 8 * 4 * threads // (2 * shape.width)
 
 
 def save_rows(a, first: Int32, count: int, thread: Int32, threads: int, shape) -> None:
