@@ -21,8 +21,8 @@ clean:
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install -qq --upgrade pip
 
 .venv/.%: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	$(BIN)/python -m pip install -qq --editable '.[$*]'
 	touch $@

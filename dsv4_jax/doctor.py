@@ -64,7 +64,7 @@ def _print_ops(where):
     names = ops()
     width = max(map(len, names)) + 2
     print("\n" + "op".ljust(width) + "".join(name.ljust(12) for name in platforms.IMPLEMENTATIONS) + "the switch takes")
-    reasons = {}
+    reasons, by_size = {}, False
     for op in names:
         line = op.ljust(width)
         for implementation in platforms.IMPLEMENTATIONS:
@@ -75,7 +75,11 @@ def _print_ops(where):
             line += ("no" if why else "yes").ljust(12)
             if why:
                 reasons.setdefault((implementation, why), []).append(op)
-        print(line + platforms.choose(op, where))
+        taken = platforms.choices(op, where)
+        by_size |= len(taken) > 1
+        print(line + ", ".join(taken))
+    if by_size:
+        print("Where it takes two, which one is by compressor and size: docs/platforms.md.")
     if name := os.environ.get("DSV4_JAX_IMPLEMENTATION"):
         print(f"DSV4_JAX_IMPLEMENTATION={name} overrides the switch.")
     print()

@@ -84,6 +84,15 @@ def choose(
     return "triton" if why_not("triton", op, platform) is None else "xla"
 
 
+def choices(op: str, platform: str) -> list[str]:
+    """All implementations that the switch takes for an op here, by size; the one for small batches first."""
+    found = [choose(op, platform)]
+    capabilities = [faster.compute_capability for faster in CUTEDSL_FASTER if faster.op == op]
+    if platform == "cuda" and why_not("cutedsl", op, platform) is None and _compute_capability() in capabilities:
+        found.append("cutedsl")
+    return found
+
+
 def _cutedsl_is_faster(op, platform, config, batch, save, prefill):
     case = op, (config.compress_ratio, config.overlap), save, prefill
     measured = [
@@ -148,8 +157,8 @@ def _why_no_triton(platform):
 def _why_no_cutedsl(platform, config):
     if platform != "cuda":
         return (
-            f"CuTeDSL kernels run on NVIDIA GPUs only, not on {platform}; compress and compress_norm_rope_store with "
-            "implementation=None run there"
+            f"CuTeDSL kernels run on NVIDIA GPUs only, not on {platform}; with implementation=None, compress and "
+            f"compress_norm_rope_store run on {platform} too"
         )
     if not installed("nvidia-cutlass-dsl"):
         return "nvidia-cutlass-dsl is not installed; install dsv4-jax[cuda13], or use implementation='triton'"

@@ -1,6 +1,6 @@
 """Several prompts prefilled in chunks, then decoded together: one jitted step, its caches donated, pages by hand.
 
-pip install '.[flax]'
+pip install -e '.[flax]'
 python examples/decode_loop.py
 """
 

@@ -1,6 +1,6 @@
 """A PyTorch function inside `jax.jit`: its tensors are XLA's own buffers, on the CPU and on a GPU.
 
-pip install '.[flax]' torch
+pip install -e '.[flax]' torch
 python examples/from_torch.py
 """
 

@@ -1,6 +1,6 @@
 """Hugging Face's DeepSeek-V4 compressors against ours, on one random checkpoint that transformers wrote.
 
-pip install '.[flax]' torch 'transformers>=5.17'
+pip install -e '.[flax]' torch 'transformers>=5.17'
 python examples/parity.py
 """
 

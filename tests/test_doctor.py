@@ -80,6 +80,16 @@ def test_gpu(report, platform):
         assert row[2] == "-" or (row[2] == "yes") == (platform == "cuda")
 
 
+def test_an_op_of_two_kernels(report, monkeypatch):
+    monkeypatch.setattr(platforms, "_compute_capability", lambda: "9.0")
+    _, out = report(GOOD, "cuda")
+    assert {op for op, row in rows(out).items() if row[3:] == ["triton,", "cutedsl"]} == {"compress"}
+    assert "by compressor and size" in out
+    monkeypatch.setattr(platforms, "_compute_capability", lambda: "10.0")
+    _, out = report(GOOD, "cuda")
+    assert all(len(row) == 4 for row in rows(out).values()) and "by compressor and size" not in out
+
+
 def test_tpu(report):
     code, out = report(GOOD, "tpu")
     assert code == 0 and all(row[:2] == ["yes", "no"] for row in rows(out).values())

@@ -293,7 +293,9 @@ def _parser():
     option("--implementation", choices=implementations, action="append", help="default: the switch chooses")
     option("--l2", choices=results.LABELS, action="append", help="inputs in the L2 cache, or out of it")
     sets = parser.add_mutually_exclusive_group()
-    sets.add_argument("--quick", dest="set", action="store_const", const="quick", help="three batches, warm; a minute")
+    sets.add_argument(
+        "--quick", dest="set", action="store_const", const="quick", help="at most three batches, warm; within a minute"
+    )
     sets.add_argument("--report", dest="set", action="store_const", const="report", help="compress, six batches")
     option("--seconds", type=float, metavar="N", help="stop when over, and say what was left out")
     option("--json", metavar="FILE", help="write the measurements there, after each")
