@@ -92,6 +92,7 @@ def plan(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, k
         arrays |= {"positions": metadata.positions, "slot_mapping": metadata.slot_mapping}
     shape = _shape(config, windows, kv_cache, kv_score, norm_weight, save)
     kernel, blocks = _kernel(shape), _blocks(shape, windows, saved)
+    # Measured for save="tail" alone.
     if metadata.prefill and save == "tail" and prefill.serves(shape) and prefill.pays(shape, tokens):
         shape = dataclasses.replace(shape, resident=prefill.resident(windows))
         kernel, blocks = prefill.prefill_windows, prefill.blocks(windows)
