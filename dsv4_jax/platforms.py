@@ -86,23 +86,25 @@ def choose(
 
 def choices(op: str, platform: str) -> list[str]:
     """All implementations that the switch takes for an op here, by size; the one for small batches first."""
-    found = [choose(op, platform)]
-    capabilities = [faster.compute_capability for faster in CUTEDSL_FASTER if faster.op == op]
-    if platform == "cuda" and why_not("cutedsl", op, platform) is None and _compute_capability() in capabilities:
-        found.append("cutedsl")
-    return found
+    also = _measured_here([faster for faster in CUTEDSL_FASTER if faster.op == op], op, platform)
+    return [choose(op, platform), *(["cutedsl"] if also else [])]
 
 
 def _cutedsl_is_faster(op, platform, config, batch, save, prefill):
     case = op, (config.compress_ratio, config.overlap), save, prefill
     measured = [
-        f.compute_capability
+        f
         for f in CUTEDSL_FASTER
         if (f.op, f.layout, f.save, f.prefill) == case and batch.dtype.name in f.dtypes and batch.shape[0] in f.tokens
     ]
+    return _measured_here(measured, op, platform, config)
+
+
+def _measured_here(measured, op, platform, config=None):
+    """Whether some of these were measured on such a GPU as is here, and CuTeDSL runs."""
     if not measured or why_not("cutedsl", op, platform, config) is not None:
         return False
-    return _compute_capability() in measured
+    return _compute_capability() in [faster.compute_capability for faster in measured]
 
 
 def _compute_capability():

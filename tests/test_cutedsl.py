@@ -43,14 +43,18 @@ def fresh(monkeypatch):
     return keys
 
 
-def traced(kind="csa", fmt="fp8_ds_mla", *, dtype="float32", norm="float32", save="tail", page_rows=None, tokens=256):
-    """Traces `compress` as it is lowered for CUDA."""
+def traced(
+    kind="csa", fmt="fp8_ds_mla", *,
+    dtype="float32", norm="float32", save="tail", page_rows=None, tokens=256, requests=1,
+):  # fmt: skip
+    """Traces `compress` as it is lowered for CUDA; all requests but the first have one token."""
     config = ops.make_config(kind, fmt, page_rows)
 
     def make():
+        lengths = jnp.ones(requests, jnp.int32).at[0].set(tokens - requests + 1)
         metadata = CompressorMetadata.build(
-            config, jnp.array([0, tokens]), jnp.array([tokens]),
-            jnp.zeros((1, 64), jnp.int32), jnp.zeros((1, 8), jnp.int32),
+            config, jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths)]), lengths,
+            jnp.zeros((requests, 64), jnp.int32), jnp.zeros((requests, 8), jnp.int32),
             num_tokens=tokens,
         )  # fmt: skip
         return (
@@ -107,23 +111,7 @@ def test_the_kernel_of_so_many_windows(kind, dtype, save, tokens, kernel, reside
 
 @pytest.mark.parametrize(("tokens", "requests"), [(32768, 32768), (32768, 300), (2048, 500), (16384 - 128, 50)])
 def test_entries_that_may_close_no_window_do_not_make_a_long_prefill(tokens, requests, fresh):
-    config = ops.make_config("hca", "fp8_ds_mla")
-
-    def call():
-        lengths = jnp.ones(requests, jnp.int32).at[0].set(tokens - requests + 1)
-        metadata = CompressorMetadata.build(
-            config, jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths)]), lengths,
-            jnp.zeros((requests, 1), jnp.int32), jnp.zeros((requests, 1), jnp.int32),
-            num_tokens=tokens,
-        )  # fmt: skip
-        return compress.implement(
-            jnp.zeros((tokens, 2 * config.width)), jnp.zeros((config.compress_ratio, config.width)),
-            jnp.zeros((8, config.page_rows, 2 * config.width)), config.format.allocate(8, config.kv_page_rows),
-            metadata, jnp.ones(config.head_dim), jnp.zeros((tokens, 64)), None,
-            config=config, save="tail", platform="cuda",
-        )  # fmt: skip
-
-    jax.eval_shape(call)
+    traced("hca", tokens=tokens, requests=requests)
     assert [name for name, *_ in fresh] == ["_long_windows"]
 
 

@@ -42,8 +42,9 @@ def sum_of_squares(c) -> Float32:
     return squares
 
 
-def sum_of_cta(shared: cute.Pointer, squares: Float32) -> Float32:
-    """Over a whole key, of what the half-warps of a CTA hold; by `HALF_WARPS` float32 of shared memory."""
+def squares_of_cta(shared: cute.Pointer, c) -> Float32:
+    """As `sum_of_squares`, over a whole key that a CTA holds; by `HALF_WARPS` float32 of shared memory."""
+    squares = sum_of_squares(c)
     # All sixteen threads of a half-warp write the same value.
     (shared + cute.arch.thread_idx()[0] // 16).store(squares)
     cute.arch.sync_threads()

@@ -1,7 +1,7 @@
 """Compressors in CuTeDSL for long prefills: CTAs take windows by turns, and copy the next rows while they work.
 
 A CTA of 128 threads, four channels each, folds eight rows at a time: a window of CSA, a sixteenth of one of HCA. The
-next eight come into shared memory meanwhile. A thread reads there what it or its neighbour has current, so that
+next eight come into shared memory meanwhile. A thread reads there what it or its neighbour has copied, so that
 a CTA meets but once a window, for RMSNorm. Rows are in flight all the time, by few threads and in one launch.
 """
 
@@ -11,8 +11,8 @@ from cutlass import Float32, Int32, Int64
 
 from dsv4_jax.nvidia.ops import launch
 from dsv4_jax.nvidia.ops.launch import Arguments
-from dsv4_jax.nvidia.ops.memory import BYTES, await_copies, copy16, load4, load_int4, load_shared4, select
-from dsv4_jax.nvidia.ops.norm_rope import HALF_WARPS, load_factors, norm_rope, sum_of_cta, sum_of_squares
+from dsv4_jax.nvidia.ops.memory import BYTES, await_copies, copy16, load4, load_shared4, select
+from dsv4_jax.nvidia.ops.norm_rope import HALF_WARPS, load_factors, norm_rope, squares_of_cta
 from dsv4_jax.nvidia.ops.quantise_store import store_key
 from dsv4_jax.nvidia.ops.window import (
     INFINITY,
@@ -23,6 +23,7 @@ from dsv4_jax.nvidia.ops.window import (
     batch_address,
     bias_address,
     checked_entry,
+    entry_numbers,
     is_whole,
     join,
     load_mixed,
@@ -127,20 +128,20 @@ def prefill_kernel(a: Arguments, shape: cutlass.Constexpr):
             if is_last:
                 of_key = factors if folds == 1 else load_factors(a, entry.position, channel, shape)
                 c = quotient(part)
-                total = sum_of_cta(squares + place, sum_of_squares(c))
+                total = squares_of_cta(squares + place, c)
                 # The other place for the next window's, which a warp may come to while another still reads this one's.
                 place = place ^ HALF_WARPS
                 store_key(a, norm_rope(c, total, of_key, shape), channel, entry.slot, True, shape)
     count = saved_by_cta(THREADS, shape)
-    for chunk in range(block, (a.saved + count - 1) // count, a.blocks):
-        save_rows(a, chunk * count, count, thread, THREADS, shape)
+    for portion in range(block, (a.saved + count - 1) // count, a.blocks):
+        save_rows(a, portion, thread, THREADS, shape)
 
 
 def _load_entry(a, into, index: Int32) -> None:
     """The numbers of entry `index`; past the last one, of any."""
-    values = load_int4(a.closing + Int64(select(index < a.windows, index, Int32(0))) * 16)
+    numbers = entry_numbers(a, select(index < a.windows, index, Int32(0)))
     for i in range(4):
-        into[i] = values[i]
+        into[i] = numbers[i]
 
 
 def _store_entry(into, entry: Entry, listed) -> None:

@@ -21,7 +21,7 @@ from dsv4_jax.cache import page_stride
 from dsv4_jax.nvidia.ops import launch, prefill, support
 from dsv4_jax.nvidia.ops.launch import Arguments, Shape
 from dsv4_jax.nvidia.ops.memory import load, load4, store4, store_in_peer
-from dsv4_jax.nvidia.ops.norm_rope import HALF_WARPS, load_factors, norm_rope, sum_of_cta, sum_of_squares
+from dsv4_jax.nvidia.ops.norm_rope import HALF_WARPS, load_factors, norm_rope, squares_of_cta, sum_of_squares
 from dsv4_jax.nvidia.ops.quantise_store import store_key
 from dsv4_jax.nvidia.ops.window import (
     Sum,
@@ -91,11 +91,12 @@ def plan(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, k
     elif saved:
         arrays |= {"positions": metadata.positions, "slot_mapping": metadata.slot_mapping}
     shape = _shape(config, windows, kv_cache, kv_score, norm_weight, save)
-    kernel, blocks = _kernel(shape), _blocks(shape, windows, saved)
     # Measured for save="tail" alone.
     if metadata.prefill and save == "tail" and prefill.serves(shape) and prefill.pays(shape, tokens):
         shape = dataclasses.replace(shape, resident=prefill.resident(windows))
         kernel, blocks = prefill.prefill_windows, prefill.blocks(windows)
+    else:
+        kernel, blocks = _kernel(shape), _blocks(shape, windows, saved)
     updates = tuple(name for name, does in (("state_cache", saved), ("kv_cache", windows)) if does)
     numbers = {
         **_lengths(metadata, state_cache, kv_cache, cos_sin),
@@ -244,14 +245,12 @@ def short_window_kernel(a: Arguments, shape: cutlass.Constexpr):
             if cutlass.const_expr(shape.format == "compressed"):
                 store4(a.compressed + (Int64(block) * shape.head_dim + channel) * 4, c)
             else:
-                key = norm_rope(
-                    c, sum_of_cta(cute.arch.alloc_smem(Float32, HALF_WARPS), sum_of_squares(c)), factors, shape
-                )
+                squares = squares_of_cta(cute.arch.alloc_smem(Float32, HALF_WARPS), c)
+                key = norm_rope(c, squares, factors, shape)
                 store_key(a, key, channel, entry.slot, present[0] != 0, shape)
     else:
-        count = saved_by_cta(SHORT_THREADS, shape)
         if cutlass.const_expr(shape.save != "none"):
-            save_rows(a, (block - a.windows) * count, count, thread, SHORT_THREADS, shape)
+            save_rows(a, block - a.windows, thread, SHORT_THREADS, shape)
 
 
 @cute.jit
@@ -275,7 +274,8 @@ def norm_rope_insert_kernel(a: Arguments, shape: cutlass.Constexpr):
             listed = lane + i < shape.window
             slot = load(a.window_slots + (Int64(block) * shape.window + i + lane) * 4, Int32, listed)
             found = found | (listed & (slot >= 0) & (slot // shape.page_rows < a.state_pages))
-        key = norm_rope(c, sum_of_cta(cute.arch.alloc_smem(Float32, HALF_WARPS), sum_of_squares(c)), factors, shape)
+        squares = squares_of_cta(cute.arch.alloc_smem(Float32, HALF_WARPS), c)
+        key = norm_rope(c, squares, factors, shape)
         store_key(a, key, channel, entry.slot, cute.arch.vote_any_sync(found), shape)
 
 
@@ -348,9 +348,7 @@ def long_window_kernel(a: Arguments, shape: cutlass.Constexpr):
                     cute.arch.cluster_wait()
     else:
         if cutlass.const_expr(shape.save != "none"):
-            count = saved_by_cta(LONG_THREADS, shape)
-            first = ((cluster - a.windows) * CLUSTER + rank) * count
-            save_rows(a, first, count, thread, LONG_THREADS, shape)
+            save_rows(a, (cluster - a.windows) * CLUSTER + rank, thread, LONG_THREADS, shape)
 
 
 def _joined(sums, founds, lane):

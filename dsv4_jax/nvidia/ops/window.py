@@ -46,7 +46,12 @@ class Sum(NamedTuple):
 
 def plan_entry(a, index: Int32, shape) -> Entry:
     """Entry `index` of `metadata.closing`."""
-    return checked_entry(a, load_int4(a.closing + Int64(index) * 16), shape)
+    return checked_entry(a, entry_numbers(a, index), shape)
+
+
+def entry_numbers(a, index: Int32) -> tuple:
+    """The four int32 of entry `index`, unchecked."""
+    return load_int4(a.closing + Int64(index) * 16)
 
 
 def checked_entry(a, numbers, shape) -> Entry:
@@ -220,16 +225,16 @@ def _exp(x):
 
 
 def saved_by_cta(threads: int, shape) -> int:
-    """Rows that a CTA saves: eight loads in flight in each thread."""
+    """Rows that a CTA saves at once: eight loads in flight in each thread."""
     return 8 * 4 * threads // (2 * shape.width)
 
 
-def save_rows(a, first: Int32, count: int, thread: Int32, threads: int, shape) -> None:
-    """Saves the states of `count` rows from number `first` of the plan (save="tail") or of the batch ("all") on."""
-    pieces = 2 * shape.width // (4 * threads)
+def save_rows(a, portion: Int32, thread: Int32, threads: int, shape) -> None:
+    """Saves the states of one CTA's portion of the rows that the plan (save="tail") or the batch ("all") has."""
+    count, pieces = saved_by_cta(threads, shape), 2 * shape.width // (4 * threads)
     sources, targets, biases, valids = [], [], [], []
     for i in range(count):
-        index = first + i
+        index = portion * count + i
         listed = index < a.saved
         if shape.save == "tail":
             at = a.saving + Int64(index) * 12
