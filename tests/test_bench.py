@@ -429,14 +429,17 @@ def test_a_bucket_is_compiled_once(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("compressor", "batch", "kernels"),
+    ("case", "kernels"),
     [
-        ("csa", "prefill:64", "_compress_store_kernel"),
-        ("hca", "closing:8", "_compress_kernel _store_kernel"),
-        ("hca_online", "decode:8", "_online_walk_kernel"),
+        ("csa prefill:64", "_compress_store_kernel"),
+        ("hca closing:8", "_compress_kernel _store_kernel"),
+        ("hca_online decode:8", "_online_walk_kernel"),
+        ("hca_fp8 prefill:2048 --implementation cutedsl", "_long_windows"),
+        ("csa prefill:8192 bfloat16 --implementation cutedsl", "prefill_windows"),
+        ("hca prefill:64 --op save", "_save_kernel"),
     ],
 )
-def test_kernels_alone(compressor, batch, kernels):
-    command = [sys.executable, "-m", "dsv4_jax.bench.alone", compressor, batch, "bfloat16"]
+def test_kernels_alone(case, kernels):
+    command = [sys.executable, "-m", "dsv4_jax.bench.alone", *case.split()]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert " ".join(line.split(":")[0] for line in printed.splitlines()) == kernels
