@@ -1,7 +1,7 @@
 """Launches the kernels of one call on PyTorch's tensors: for profilers that fail on JAX programs.
 
 ncu --set full -k regex:_compress python -m dsv4_jax.bench.alone csa prefill:65536
-ncu --set full -k regex:kernel_cutlass python -m dsv4_jax.bench.alone hca prefill:65536 bfloat16 --implementation cutedsl
+ncu --set full -k regex:kernel_cutlass python -m dsv4_jax.bench.alone hca prefill:65536 --implementation cutedsl
 """
 
 import argparse

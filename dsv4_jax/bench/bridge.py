@@ -20,13 +20,14 @@ from dsv4_jax.metadata import CompressorMetadata
 from dsv4_jax.platforms import installed
 
 CHAIN = 20  # ops in a jit, or steps of a scan
-CALLS, REPEATS = 20, 7
+CALLS, ROUNDS = 20, 9
 DELAY_BYTES, DELAY_COPIES = 2 << 30, 8  # 8 ms on an H200: longer than 40 calls take to launch
 FRESH = 64  # sets of inputs that take turns, so that XLA meets new addresses at each call
 LEGEND = """us an op, wall clock, host included. lone: one op a jit; chain: 20; hidden: the chain behind long copies, so
 that only the GPU's time counts; scan: 20 steps of an op and an addition; fresh: the chain, an input at another address
-at each call. The op is `compress` of a CSA decode step of 8 requests: 11 buffers, two of them inputs updated in place,
-and 2 us or less on an H200."""
+at each call. The rows take turns, as a host is slower at times than at others: median of the rounds. The op is
+`compress` of a CSA decode step of 8 requests: 11 buffers, two of them inputs updated in place, and 2 us or less on an
+H200."""
 
 # What a call that is not captured consists of, and what is compared.
 STEPS = {
@@ -36,11 +37,26 @@ STEPS = {
     "tensors": "an empty callback that makes a tensor of each buffer by DLPack",
     "torch_call": "torch_call of a function that does nothing: tensors, stream, gradient mode",
 }
+NATIVE = {
+    "triton launch": "jax-triton, not captured: XLA's command buffers are off",
+    "cutlass launch": "cutlass.jax.cutlass_call, not captured, likewise",
+}
 KERNELS = {
     "triton": "jax-triton",
     "bridge": "CuTeDSL by the bridge, captured where XLA captures",
     "cutlass_call": "the same kernel by cutlass.jax.cutlass_call",
 }
+
+RATIOS = {
+    "bridge, captured / cutlass_call": ("bridge", "cutlass_call", ("hidden", "chain")),
+    "bridge, not captured / empty callback": ("launch", "empty callback", ("lone", "scan", "chain")),
+    "bridge, not captured / cutlass_call, not captured": ("launch", "cutlass launch", ("lone", "scan", "chain")),
+    "cutlass_call, not captured / empty callback": ("cutlass launch", "empty callback", ("lone", "scan", "chain")),
+    "addresses / empty callback": ("addresses", "empty callback", ("lone", "chain")),
+    "torch_call / empty callback": ("torch_call", "empty callback", ("lone", "chain")),
+}
+
+_UNCAPTURED = {"xla_gpu_enable_command_buffer": ""}
 
 # What lets XLA capture a lone op or a loop: compiler options of jit, and `unroll` of scan. The last ones last, as XLA's
 # own loops in graphs are young.
@@ -66,8 +82,9 @@ def main(argv: list[str]) -> int:
     on_cpu = jax.default_backend() == "cpu"
     if on_cpu:
         print("No GPU: nothing is launched or captured, and only the ratios between two rows mean something.")
-    variants = {name: what for name, what in (STEPS | KERNELS).items() if _why_not(name, on_cpu) is None}
-    for name in STEPS | KERNELS:
+    known = STEPS | NATIVE | KERNELS
+    variants = {name: what for name, what in known.items() if _why_not(name, on_cpu) is None}
+    for name in known:
         if why := _why_not(name, on_cpu):
             print(f"left out: {name}: {why}")
     report = _Report(options.json, argv)
@@ -107,47 +124,41 @@ class _Report:
 
 
 def _why_not(name, on_cpu):
-    if on_cpu and (name in KERNELS or name == "launch"):
+    if on_cpu and (name in NATIVE | KERNELS or name == "launch"):
         return "needs a GPU"
-    packages = {"triton": "jax-triton", "tensors": "torch", "torch_call": "torch"}
-    package = packages.get(name, "nvidia-cutlass-dsl" if name in ("bridge", "launch", "cutlass_call") else "jax")
-    return None if installed(package) else f"{package} is not installed"
+    packages = {"jax-triton": ("triton", "triton launch"), "torch": ("tensors", "torch_call")}
+    packages["nvidia-cutlass-dsl"] = ("launch", "bridge", "cutlass_call", "cutlass launch")
+    missing = [package for package, names in packages.items() if name in names and not installed(package)]
+    return f"{missing[0]} is not installed" if missing else None
 
 
 def _calls(report, variants, on_cpu):
     print(f"{LEGEND}\n")
     columns = ("lone", "chain", "scan", "fresh") if on_cpu else ("lone", "chain", "hidden", "scan", "fresh")
-    print(f"{'':16}" + "".join(f"{column:>9}" for column in columns))
-    times = {}
     inputs = _inputs()
-    for name, what in variants.items():
-        row = {}
+    cells = {}
+    for name in variants:
         for column in columns:
             if column == "hidden" and name not in KERNELS:  # only what is captured can be
                 continue
             if column in ("scan", "fresh") and name in ("addresses", "tensors", "torch_call"):
                 continue
             try:
-                row[column] = _measure(_op(name), column, inputs)
+                cells[name, column] = _timer(_op(name), column, inputs, _UNCAPTURED if name in NATIVE else None)
             except Exception as error:  # the others are worth having
                 print(f"{name}, {column}: {type(error).__name__}: {str(error)[:500]}")
+    times = _medians(cells)
+    print(f"{'':16}" + "".join(f"{column:>9}" for column in columns))
+    for name, what in variants.items():
+        row = {column: times[name, column] for column in columns if (name, column) in times}
         report.add(variant=name, **row)
-        times[name] = row
-        cells = "".join(f"{row[column]:9.2f}" if column in row else f"{'':9}" for column in columns)
-        print(f"{name:16}{cells}  {what}", flush=True)
+        print(f"{name:16}" + "".join(f"{row[c]:9.2f}" if c in row else f"{'':9}" for c in columns) + f"  {what}")
     print("\nRatios:")
-    for label, over, under, column in (
-        ("bridge, captured / cutlass_call", "bridge", "cutlass_call", "hidden"),
-        ("bridge, captured / cutlass_call, host included", "bridge", "cutlass_call", "chain"),
-        ("bridge, not captured / empty callback", "launch", "empty callback", "chain"),
-        ("bridge, not captured / empty callback, lone", "launch", "empty callback", "lone"),
-        ("addresses / empty callback", "addresses", "empty callback", "chain"),
-        ("addresses / empty callback, lone", "addresses", "empty callback", "lone"),
-        ("torch_call / empty callback", "torch_call", "empty callback", "chain"),
-    ):
-        if column in times.get(over, {}) and column in times.get(under, {}):
-            report.content["ratios"][label] = ratio = times[over][column] / times[under][column]
-            print(f"{ratio:8.2f}  {label}")
+    for label, (over, under, of) in RATIOS.items():
+        ratios = {c: times[over, c] / times[under, c] for c in of if (over, c) in times and (under, c) in times}
+        if ratios:
+            report.content["ratios"][label] = ratios
+            print(f"{label}: " + ", ".join(f"{column} {ratio:.2f}" for column, ratio in ratios.items()))
     report.write()
 
 
@@ -161,23 +172,30 @@ def _loops(report, variants, settings):
     inputs = _inputs()
     for setting in settings:
         compiler_options, unroll = SETTINGS[setting]
-        print(f"{setting:16}", end="", flush=True)
+        timers, errors = {}, {}
+        for name, case in cases:
+            if case == "lone" and unroll > 1:  # a lone op is not unrolled
+                continue
+            try:
+                timers[name, case] = _timer(_op(name), case, inputs, compiler_options, unroll)
+            except Exception as error:
+                errors[name, case] = error
+        times = _medians(timers)
         for name, case in cases:
             row = {"variant": name, "case": case, "setting": setting}
-            try:
-                # A lone op is not unrolled.
-                us = (
-                    None
-                    if case == "lone" and unroll > 1
-                    else _measure(_op(name), case, inputs, compiler_options, unroll)
-                )
-            except Exception as error:
+            if error := errors.get((name, case)):
                 report.add(**row, error=str(error))
-                print(f"{type(error).__name__[:12]:>14}", end="", flush=True)
-                continue
-            report.add(**row, us=us)
-            print(f"{'-' if us is None else format(us, '.2f'):>14}", end="", flush=True)
-        print(f"  unroll={unroll} {compiler_options}", flush=True)
+            else:
+                report.add(**row, us=times.get((name, case)))
+        cells = [times.get(case, type(errors[case]).__name__[:12] if case in errors else "-") for case in cases]
+        line = "".join(f"{cell:14.2f}" if isinstance(cell, float) else f"{cell:>14}" for cell in cells)
+        print(f"{setting:16}{line}  unroll={unroll} {compiler_options}", flush=True)
+
+
+def _medians(timers):
+    """What each of the timers measures, taken by turns."""
+    rounds = [{cell: timer() for cell, timer in timers.items()} for _ in range(ROUNDS)]
+    return {cell: statistics.median(us[cell] for us in rounds) for cell in timers}
 
 
 CONFIG = CompressorConfig.csa()
@@ -204,16 +222,18 @@ def _inputs():
 
 def _op(name):
     """A function `inputs -> (state cache, cache)` that makes one call."""
-    if name == "triton":
+    if name in ("triton", "triton launch"):
         return lambda inputs: compress(**inputs, config=CONFIG, implementation="triton")
-    return functools.partial(_cutedsl if name in ("bridge", "launch", "cutlass_call") else _nothing, name)
+    if name in ("bridge", "launch", "cutlass_call", "cutlass launch"):
+        return functools.partial(_cutedsl, name)
+    return functools.partial(_nothing, name)
 
 
 def _cutedsl(name, inputs):
     from dsv4_jax.nvidia.ops import native_call, sparse_attn_compress_cutedsl
 
     call = sparse_attn_compress_cutedsl.plan(**inputs, kv_scale=None, config=CONFIG, save="tail")
-    if name == "cutlass_call":
+    if name in ("cutlass_call", "cutlass launch"):
         return native_call.run(call)
     return sparse_attn_compress_cutedsl.launched(call, command_buffer_compatible=name == "bridge")
 
@@ -243,8 +263,8 @@ def _make_tensors(_, results, *inputs):
         torch.from_dlpack(buffer.__dlpack__())
 
 
-def _measure(op, column, inputs, compiler_options=None, unroll=1):
-    """Microseconds an op."""
+def _timer(op, column, inputs, compiler_options=None, unroll=1):
+    """A function that measures the microseconds an op; what it calls is compiled already."""
     inputs = dict(inputs)
     carry = jax.tree.map(jnp.copy, (inputs.pop("state_cache"), inputs.pop("kv_cache")))
 
@@ -280,11 +300,15 @@ def _measure(op, column, inputs, compiler_options=None, unroll=1):
         jax.block_until_ready((delayed, held[0]))
         return time.perf_counter() - start
 
-    seconds(calls)
-    # What is not of the calls takes as long for more of them.
-    pairs = [(seconds(calls), seconds(2 * calls)) for _ in range(REPEATS)]
     ops = calls * (1 if column == "lone" else CHAIN)
-    return statistics.median(more - less for less, more in pairs) / ops * 1e6
+
+    def microseconds():
+        # What is not of the calls takes as long for more of them.
+        less = seconds(calls)
+        return (seconds(2 * calls) - less) / ops * 1e6
+
+    seconds(calls)
+    return microseconds
 
 
 @functools.cache
