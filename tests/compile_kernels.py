@@ -66,8 +66,9 @@ def compile_launches(target: GPUTarget) -> dict:
         first = config.cache_format in ("fp8_ds_mla", "indexer_fp8")
         for dtype, save in itertools.product((jnp.float32, jnp.bfloat16), ("tail", "all") if first else ("tail",)):
             jax.eval_shape(lambda c=config, d=dtype, s=save: _run(c, d, s))
-        if config.overlap:  # batches of many requests have another kernel
-            jax.eval_shape(lambda c=config: _run(c, jnp.float32, "tail", requests=256))
+        # A prefill, batches of a few tokens a request and decodes have kernels of their own.
+        for dtype, requests in itertools.product((jnp.float32, jnp.bfloat16), (128, 256) if first else ()):
+            jax.eval_shape(lambda c=config, d=dtype, r=requests: _run(c, d, "tail", r))
     jax.eval_shape(_save_other_widths)
     jax.eval_shape(_online)
     jax.eval_shape(_topk_indices)

@@ -115,6 +115,25 @@ def test_long_windows(options, implementation):
     check_compress(batch, implementation, "tail")
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("csa", [(2, 6), (7, 1), (3, 1), (0, 4), *[(0, 0)] * 8]),
+        ("hca", [(126, 4), (127, 1), (254, 2), *[(0, 0)] * 4]),
+        ("hca", [(100, 300)]),
+    ],
+    ids=["csa decode", "hca decode", "hca prefill"],
+)
+def test_windows_that_shapes_do_not_promise(kind, sizes, dtype, implementation):
+    """A decode's windows with several rows in the batch, a prefill's that began before: kernels take these apart."""
+    config = ops.make_config(kind, "fp8_ds_mla", 16, 3)
+    batch = random_batch(np.random.default_rng(1), config, sizes=sizes, padding=0, padded_requests=0, dtype=dtype)
+    meta = ops.metadata(batch)
+    assert meta.prefill if len(sizes) == 1 else len(meta.closing) == len(batch.positions)
+    assert len(check_compress(batch, implementation, "tail").slots) == {12: 5, 7: 3, 1: 3}[len(sizes)]
+
+
 @pytest.mark.parametrize(("ratio", "overlap"), [(1, False), (1, True), (2, True), (16, True), (32, False)])
 def test_other_ratios(ratio, overlap, implementation):
     config = ops.make_config("indexer", "indexer_fp8", compress_ratio=ratio, overlap=overlap)

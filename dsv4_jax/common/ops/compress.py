@@ -15,8 +15,7 @@ from dsv4_jax.common.ops.launch import launch
 from dsv4_jax.common.ops.norm_rope import key_arguments, key_factors, norm_rope
 from dsv4_jax.common.ops.quantise_store import store_key
 from dsv4_jax.common.ops.save_partial_states import save_rows
-from dsv4_jax.common.ops.softmax import softmax_sum
-from dsv4_jax.common.ops.window import TILE, closing_window, has_rows, load_window
+from dsv4_jax.common.ops.window import TILE, closing_window, has_rows, window_sum
 
 
 def implement(
@@ -60,18 +59,17 @@ def implement(
         "KV_PAGE_ROWS": config.kv_page_rows,
         "FROM_BATCH": from_batch,
     }
-    task = {"SAVE": save, "ROWS": min(4, config.compress_ratio) if save == "all" else 1}
     block = min(config.head_dim, max(16, TILE // config.window))
+    task = {"SAVE": save, "ROWS": min(4, config.compress_ratio) if save == "all" else 1}
+    path = _path(kv_score, metadata, block == config.head_dim)
     if block == config.head_dim:
-        # bfloat16 would need too many registers.
-        ahead = from_batch and metadata.prefill and kv_score.dtype.itemsize == 4
         updates = ("kv_cache",) if save == "none" else ("state_cache", "kv_cache")
         results = launch(
             _compress_store_kernel,
             _programs(windows, saved, 1, config.compress_ratio, **task),
             updates=updates,
             num_warps=max(1, config.head_dim // 128),
-            constants={**shape, **store, **task, "AHEAD": ahead},
+            constants={**shape, **store, **task, "PATH": path},
             **window,
             **states,
             **keys,
@@ -85,7 +83,7 @@ def implement(
         updates=() if save == "none" else ("state_cache",),
         outputs={"compressed": compressed},
         num_warps=4,
-        constants={**shape, **task, "BLOCK": block},
+        constants={**shape, **task, "BLOCK": block, "PATH": path},
         **window,
         **states,
     )
@@ -113,29 +111,30 @@ def _compress_store_kernel(
     tokens, state_pages, kv_pages, table_rows, windows, saved,
     RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
     KV_PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr, FORMAT: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    EPS: tl.constexpr, ROPE_DIM: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
+    EPS: tl.constexpr, ROPE_DIM: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = HEAD_DIM * (2 if OVERLAP else 1)
     WINDOW: tl.constexpr = RATIO * (2 if OVERLAP else 1)
     is_window, index, _, first = _task(windows, saved, 1, RATIO, SAVE, ROWS)
     if is_window:
         # At once with the plan, whether needed or not.
-        slots = tl.load(window_slots + index * WINDOW + tl.arange(0, WINDOW))
+        slots_at = window_slots + index * WINDOW
+        slots = tl.load(slots_at + tl.arange(0, WINDOW))
         row, position, slot, in_batch, valid = closing_window(
             index, closing, tokens, kv_pages, table_rows, RATIO, KV_PAGE_ROWS, FROM_BATCH
         )  # fmt: skip
         if not FROM_BATCH:
             valid &= has_rows(slots, state_pages, PAGE_ROWS)
-        if valid | AHEAD:
+        if valid | (PATH == "ahead"):
             weight, cos, sin = key_factors(
                 tl.where(valid, position, 0), norm_weight, cos_sin, HEAD_DIM, RATIO, ROPE_DIM
             )  # fmt: skip
-            kv, score = load_window(
-                slots, tl.arange(0, HEAD_DIM), kv_score, ape, state_cache, row, in_batch, state_pages, valid,
-                RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH, AHEAD,
+            c = window_sum(
+                slots_at, slots, tl.arange(0, HEAD_DIM), kv_score, ape, state_cache, row, in_batch, state_pages, valid,
+                RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH, PATH,
             )  # fmt: skip
             if valid:
-                key = norm_rope(softmax_sum(kv, score), weight, cos, sin, EPS, HEAD_DIM, ROPE_DIM)
+                key = norm_rope(c, weight, cos, sin, EPS, HEAD_DIM, ROPE_DIM)
                 store_key(key, slot, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
     else:
         _save(
@@ -150,6 +149,7 @@ def _compress_kernel(
     tokens, state_pages, kv_pages, table_rows, windows, saved,
     RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
     KV_PAGE_ROWS: tl.constexpr, FROM_BATCH: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PATH: tl.constexpr,
 ):  # fmt: skip
     """Softmax-sum of one block of a window's channels, into `compressed[window, HEAD_DIM]`."""
     WIDTH: tl.constexpr = HEAD_DIM * (2 if OVERLAP else 1)
@@ -158,17 +158,18 @@ def _compress_kernel(
     is_window, index, block, first = _task(windows, saved, BLOCKS, RATIO, SAVE, ROWS)
     if is_window:
         # At once with the plan, whether needed or not.
-        slots = tl.load(window_slots + index * WINDOW + tl.arange(0, WINDOW))
+        slots_at = window_slots + index * WINDOW
+        slots = tl.load(slots_at + tl.arange(0, WINDOW))
         channels = block * BLOCK + tl.arange(0, BLOCK)
         row, _, _, in_batch, valid = closing_window(
             index, closing, tokens, kv_pages, table_rows, RATIO, KV_PAGE_ROWS, FROM_BATCH
         )  # fmt: skip
         if valid:
-            kv, score = load_window(
-                slots, channels, kv_score, ape, state_cache, row, in_batch, state_pages, valid,
-                RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH, False,
+            c = window_sum(
+                slots_at, slots, channels, kv_score, ape, state_cache, row, in_batch, state_pages, valid,
+                RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH, PATH,
             )  # fmt: skip
-            tl.store(compressed + index * HEAD_DIM + channels, softmax_sum(kv, score))
+            tl.store(compressed + index * HEAD_DIM + channels, c)
     else:
         _save(
             first, kv_score, ape, positions, slot_mapping, saving, state_cache, tokens, saved, state_pages,
@@ -199,6 +200,20 @@ def _store_kernel(
         weight, cos, sin = key_factors(position, norm_weight, cos_sin, HEAD_DIM, RATIO, ROPE_DIM)
         key = norm_rope(c, weight, cos, sin, EPS, HEAD_DIM, ROPE_DIM)
         store_key(key, slot, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
+
+
+def _path(kv_score, metadata, is_short):
+    """What `window_sum` is to be fast for. Measured on an H200."""
+    if kv_score is None:
+        return "any"
+    if metadata.closing.shape[0] >= kv_score.shape[0]:
+        return "last"  # so many windows may close only where nearly every request has one token
+    if not metadata.prefill:
+        return "any"
+    if kv_score.dtype.itemsize == 2:
+        return "whole"
+    # float32 needs its registers for loads.
+    return "ahead" if is_short else "any"
 
 
 def _programs(windows, saved, blocks, ratio, SAVE, ROWS):
@@ -243,8 +258,8 @@ def _save(
         row = entry
         position = tl.load(positions + entry, mask=there, other=-1)
         slot = tl.load(slot_mapping + entry, mask=there, other=-1)
-    position = tl.where((row >= 0) & (row < tokens), position, -1)
+    present = there & (row >= 0) & (row < tokens)
     save_rows(
-        row, position, slot, kv_score, kv_score + WIDTH, 2 * WIDTH, ape, state_cache, state_pages,
+        row, present, position, slot, kv_score, kv_score + WIDTH, 2 * WIDTH, ape, state_cache, state_pages,
         RATIO, WIDTH, PAGE_ROWS,
     )  # fmt: skip

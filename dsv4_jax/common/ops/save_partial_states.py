@@ -36,23 +36,27 @@ def _save_kernel(
     row = tl.program_id(0) + tl.arange(0, 1)
     position = tl.load(positions + row)
     slot = tl.load(slot_mapping + row)
-    save_rows(row, position, slot, kv, score, WIDTH, ape, state_cache, pages, RATIO, WIDTH, PAGE_ROWS)
+    save_rows(row, row >= 0, position, slot, kv, score, WIDTH, ape, state_cache, pages, RATIO, WIDTH, PAGE_ROWS)
 
 
 @triton.jit
 def save_rows(
-    row, position, slot, kv, score, stride, ape, state_cache, pages,
+    row, present, position, slot, kv, score, stride, ape, state_cache, pages,
     RATIO: tl.constexpr, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Writes kv and biased score of batch rows at their state slots; rows of kv and score are `stride` apart."""
-    valid = (position >= 0) & (slot >= 0) & (slot // PAGE_ROWS < pages)
+    """Writes kv and biased score of batch rows at their state slots; rows of kv and score are `stride` apart.
+
+    Rows are loaded where they are `present` in the batch, which is known before their slots are.
+    """
+    valid = present & (position >= 0) & (slot >= 0) & (slot // PAGE_ROWS < pages)
     # The width need not be a power of two.
     channels = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
-    mask = valid[:, None] & (channels < WIDTH)
+    inside = channels < WIDTH
     source = (row.to(tl.int64) * stride)[:, None] + channels
+    values = tl.load(kv + source, mask=present[:, None] & inside).to(tl.float32)
+    scores = tl.load(score + source, mask=present[:, None] & inside).to(tl.float32)
+    mask = valid[:, None] & inside
+    scores += tl.load(ape + (position % RATIO * WIDTH)[:, None] + channels, mask=mask)
     at = state_cache + (slot.to(tl.int64) * (2 * WIDTH))[:, None] + channels
-    bias = tl.load(ape + (position % RATIO * WIDTH)[:, None] + channels, mask=mask)
-    values = tl.load(kv + source, mask=mask).to(tl.float32)
-    scores = tl.load(score + source, mask=mask).to(tl.float32) + bias
     tl.store(at, values, mask=mask)
     tl.store(at + WIDTH, scores, mask=mask)

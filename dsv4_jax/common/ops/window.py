@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from dsv4_jax.common.ops.softmax import fold, merge, softmax_sum
+
 # Elements of a window that one program holds: 32 KB of kv and score.
 TILE = 4096
 
@@ -40,45 +42,135 @@ def has_rows(slots, pages, PAGE_ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_window(
-    slots, channels, kv_score, ape, state_cache, row, in_batch, state_pages, valid,
+def window_sum(
+    slots_at, slots, channels, kv_score, ape, state_cache, row, in_batch, state_pages, valid,
     RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    FROM_BATCH: tl.constexpr, AHEAD: tl.constexpr,
+    FROM_BATCH: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """kv and biased score `[elements, channels]` of a window; absent rows have score -inf and kv 0.
+    """The softmax-sum `[channels]` of a window; with `PATH="ahead"`, the window need not be valid.
 
-    `slots` are the state slots of its rows, oldest first; of those in the batch they do not count. With `AHEAD` the
-    loads from the batch wait for no branch, and the window need not be valid.
+    `slots` are the state slots of its rows, oldest first, and `slots_at` where they lie; of rows in the batch they do
+    not count. `PATH` only says what is fast:
+      "whole", "last": windows all in the batch, or with only their last row there; others go by pieces, for which the
+        kernel needs fewer registers.
+      "ahead": windows all in the batch, whose loads wait for no branch.
+      "any": all of them.
     """
-    WIDTH: tl.constexpr = HEAD_DIM * (2 if OVERLAP else 1)
     WINDOW: tl.constexpr = RATIO * (2 if OVERLAP else 1)
     element = tl.arange(0, WINDOW)
-    # With overlap the older half of the window reads the first D columns, the newer half the last. By arithmetic: after
-    # a tl.where Triton no longer sees that neighbouring channels are neighbours, and loads them one by one.
-    half = element // RATIO * HEAD_DIM if OVERLAP else element * 0
-    columns = half[:, None] + channels[None, :]
-    bias = ape + (element % RATIO * WIDTH)[:, None] + columns
-    # The common case of a prefill: nothing to look up.
-    whole = valid & (in_batch >= WINDOW) & (row >= WINDOW - 1)
-    if AHEAD:
-        batch = by_fours(_rows(kv_score, tl.where(whole, row - (WINDOW - 1), 0) + element, WIDTH), columns)
-        wanted = (element >= 0)[:, None] & whole
-        kv = tl.load(batch, mask=wanted, other=0.0).to(tl.float32)
-        score = tl.load(batch + WIDTH, mask=wanted, other=0.0).to(tl.float32) + tl.load(bias)
-        if valid & (whole == 0):
+    columns, bias = _columns(element, channels, ape, RATIO, HEAD_DIM, OVERLAP)
+    whole = (in_batch >= WINDOW) & (row >= WINDOW - 1)
+    first = row - (WINDOW - 1)
+    if PATH == "last":
+        if in_batch == 1:
+            kv, score = _load_decode(
+                slots, element, columns, channels, kv_score, ape, state_cache, row, state_pages,
+                RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS,
+            )  # fmt: skip
+            c = softmax_sum(kv, score)
+        else:
+            c = _sum_by_pieces(
+                slots_at, channels, kv_score, ape, state_cache, row, in_batch, state_pages,
+                RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS,
+            )  # fmt: skip
+    elif PATH == "whole":
+        if whole:
+            kv, score = _load_batch(kv_score, first + element, columns, bias, None, RATIO, HEAD_DIM, OVERLAP)
+            c = softmax_sum(kv, score)
+        else:
+            c = _sum_by_pieces(
+                slots_at, channels, kv_score, ape, state_cache, row, in_batch, state_pages,
+                RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS,
+            )  # fmt: skip
+    else:
+        if PATH == "ahead":
+            whole &= valid
+            wanted = (element >= 0)[:, None] & whole
+            rows = tl.where(whole, first, 0) + element
+            kv, score = _load_batch(kv_score, rows, columns, bias, wanted, RATIO, HEAD_DIM, OVERLAP)
+            if valid & (whole == 0):
+                kv, score = _load_mixed(
+                    slots, element, columns, channels, kv_score, ape, bias, state_cache, row, in_batch, state_pages,
+                    RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH,
+                )  # fmt: skip
+        elif FROM_BATCH and whole:
+            kv, score = _load_batch(kv_score, first + element, columns, bias, None, RATIO, HEAD_DIM, OVERLAP)
+        else:
             kv, score = _load_mixed(
                 slots, element, columns, channels, kv_score, ape, bias, state_cache, row, in_batch, state_pages,
                 RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH,
             )  # fmt: skip
-    elif FROM_BATCH and whole:
-        batch = by_fours(_rows(kv_score, row - (WINDOW - 1) + element, WIDTH), columns)
-        kv = tl.load(batch).to(tl.float32)
-        score = tl.load(batch + WIDTH).to(tl.float32) + tl.load(bias)
-    else:
+        c = softmax_sum(kv, score)
+    return c
+
+
+@triton.jit
+def _sum_by_pieces(
+    slots_at, channels, kv_score, ape, state_cache, row, in_batch, state_pages,
+    RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """The softmax-sum of any window, some rows at a time."""
+    WINDOW: tl.constexpr = RATIO * (2 if OVERLAP else 1)
+    PIECE: tl.constexpr = max(1, min(16, WINDOW // 2))
+    total = tl.zeros_like(channels).to(tl.float32)
+    weighted = total
+    maximum = total - float("inf")
+    for begin in range(0, WINDOW, PIECE):
+        element = begin + tl.arange(0, PIECE)
+        columns, bias = _columns(element, channels, ape, RATIO, HEAD_DIM, OVERLAP)
         kv, score = _load_mixed(
-            slots, element, columns, channels, kv_score, ape, bias, state_cache, row, in_batch, state_pages,
-            RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS, FROM_BATCH,
+            tl.load(slots_at + element), element, columns, channels, kv_score, ape, bias, state_cache, row, in_batch,
+            state_pages, RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS, True,
         )  # fmt: skip
+        piece_maximum, piece_total, piece_weighted = fold(kv, score)
+        maximum, total, weighted = merge(maximum, total, weighted, piece_maximum, piece_total, piece_weighted)
+    return weighted / total
+
+
+@triton.jit
+def _columns(element, channels, ape, RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr):
+    """Columns `[elements, channels]` of kv, and where the position bias of each lies."""
+    WIDTH: tl.constexpr = HEAD_DIM * (2 if OVERLAP else 1)
+    # With overlap the older half of the window reads the first D columns, the newer half the last. By arithmetic: after
+    # a tl.where Triton no longer sees that neighbouring channels are neighbours, and loads them one by one.
+    half = element // RATIO * HEAD_DIM if OVERLAP else element * 0
+    columns = half[:, None] + channels[None, :]
+    return columns, ape + (element % RATIO * WIDTH)[:, None] + columns
+
+
+@triton.jit
+def _load_batch(
+    kv_score, rows, columns, bias, wanted,
+    RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """kv and biased score of batch rows; where they are not wanted, 0 and the bias."""
+    WIDTH: tl.constexpr = HEAD_DIM * (2 if OVERLAP else 1)
+    batch = by_fours(_rows(kv_score, rows, WIDTH), columns)
+    if wanted is None:
+        kv = tl.load(batch).to(tl.float32)
+        score = tl.load(batch + WIDTH).to(tl.float32)
+    else:
+        kv = tl.load(batch, mask=wanted, other=0.0).to(tl.float32)
+        score = tl.load(batch + WIDTH, mask=wanted, other=0.0).to(tl.float32)
+    return kv, score + tl.load(bias)
+
+
+@triton.jit
+def _load_decode(
+    slots, element, columns, channels, kv_score, ape, state_cache, row, state_pages,
+    RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Rows from the state cache, but for the window's last one, which is the batch's `row`."""
+    WIDTH: tl.constexpr = HEAD_DIM * (2 if OVERLAP else 1)
+    older = element < RATIO * (2 if OVERLAP else 1) - 1
+    present = in_cache(slots, state_pages, PAGE_ROWS) & older
+    kv, score = _load_states(_rows(state_cache, slots, WIDTH), columns, present, WIDTH)
+    last = WIDTH - HEAD_DIM + channels
+    last_row = _rows(kv_score, row, WIDTH) + last
+    last_kv = tl.load(last_row).to(tl.float32)
+    last_score = tl.load(last_row + WIDTH).to(tl.float32) + tl.load(ape + (RATIO - 1) * WIDTH + last)
+    kv = tl.where(older[:, None], kv, last_kv[None, :])
+    score = tl.where(older[:, None], score, last_score[None, :])
     return kv, score
 
 
@@ -88,25 +180,20 @@ def _load_mixed(
     RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
     FROM_BATCH: tl.constexpr,
 ):  # fmt: skip
-    """Rows from the batch, from the state cache, or from nowhere."""
+    """Rows from the batch, from the state cache, or from nowhere: absent rows have score -inf and kv 0."""
     WIDTH: tl.constexpr = HEAD_DIM * (2 if OVERLAP else 1)
-    WINDOW: tl.constexpr = RATIO * (2 if OVERLAP else 1)
     SAME: tl.constexpr = kv_score.dtype.element_ty == state_cache.dtype.element_ty
     present = in_cache(slots, state_pages, PAGE_ROWS)
     rows = _rows(state_cache, slots, WIDTH)
-    back = WINDOW - 1 - element
     if not FROM_BATCH:
         kv, score = _load_states(rows, columns, present, WIDTH)
     elif in_batch == 1:
-        # A decode: the last row alone is in the batch.
-        kv, score = _load_states(rows, columns, present & (back > 0), WIDTH)
-        last = WIDTH - HEAD_DIM + channels
-        last_row = _rows(kv_score, row, WIDTH) + last
-        last_kv = tl.load(last_row).to(tl.float32)
-        last_score = tl.load(last_row + WIDTH).to(tl.float32) + tl.load(ape + (RATIO - 1) * WIDTH + last)
-        kv = tl.where((back > 0)[:, None], kv, last_kv[None, :])
-        score = tl.where((back > 0)[:, None], score, last_score[None, :])
+        kv, score = _load_decode(
+            slots, element, columns, channels, kv_score, ape, state_cache, row, state_pages,
+            RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS,
+        )  # fmt: skip
     else:
+        back = RATIO * (2 if OVERLAP else 1) - 1 - element
         from_batch = (back < in_batch) & (back <= row)
         batch_rows = _rows(kv_score, row - back, WIDTH)
         if SAME:
