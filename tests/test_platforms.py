@@ -51,8 +51,8 @@ def test_only_what_was_measured_is_taken(machine):
     assert choose(HCA, 1024, "bfloat16") == choose(HCA, 65536, "bfloat16") == "cutedsl"
     assert choose(CSA, 65536, save="all") == choose(HCA, 1024, save="all") == "triton"
     assert choose(CSA, 65536, prefill=False) == choose(HCA, 1024, prefill=False) == "triton"
-    assert choose(HCA, 1, prefill=False) == "cutedsl" and choose(HCA, 2, prefill=False) == "triton"
-    assert choose(HCA, 1, "bfloat16", prefill=False) == "triton"
+    assert choose(HCA, 1, prefill=False) == choose(HCA, 1, "bfloat16", prefill=False) == "cutedsl"
+    assert choose(HCA, 2, prefill=False) == choose(HCA, 1, "float16", prefill=False) == "triton"
     assert choose(CSA, 1, prefill=False) == choose(HCA, 1, save="all", prefill=False) == "triton"
     assert choose(CSA, 65536, op="compress_norm_rope_store") == "triton"
     for capability in ("8.9", "10.0", "12.0", None):
