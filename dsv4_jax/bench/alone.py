@@ -26,7 +26,8 @@ def main(argv=None):
     parser.add_argument("--implementation", default="triton", choices=("triton", "cutedsl"), help="of compress")
     options = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")  # the GPU is torch's alone
-    case = Case(CONFIGS[options.compressor], *options.batch, options.dtype)
+    kind, tokens = options.batch
+    case = Case(CONFIGS[options.compressor], kind, tokens, options.dtype)
     workload = case.workload(options.op)
     if options.op == "save":
         _save(workload)
@@ -55,6 +56,7 @@ def _compress_cutedsl(config, workload):
     from dsv4_jax.nvidia.ops.launch import Launch
 
     call = support.kernels(config).plan(*_arguments(config, workload), config=config, save="tail")
+    assert call is not None  # every batch of the bench has something to do
     tensors = _on_gpu(list(call.arrays.values()))
     arch = support.arch_of("{}.{}".format(*torch.cuda.get_device_capability()))
     kernel = Launch(call.kernel, call.shape, arch, tuple(call.arrays), tuple(call.numbers.items()))

@@ -47,6 +47,11 @@ KERNELS = {
     "cutlass_call": "the same kernel by cutlass.jax.cutlass_call",
 }
 
+PACKAGES = {
+    **dict.fromkeys(("triton", "triton launch"), "jax-triton"),
+    **dict.fromkeys(("launch", "bridge", "cutlass_call", "cutlass launch"), "nvidia-cutlass-dsl"),
+    **dict.fromkeys(("tensors", "torch_call"), "torch"),
+}
 RATIOS = {
     "bridge, captured / cutlass_call": ("bridge", "cutlass_call", ("hidden", "chain")),
     "bridge, not captured / empty callback": ("launch", "empty callback", ("lone", "scan", "chain")),
@@ -126,10 +131,8 @@ class _Report:
 def _why_not(name, on_cpu):
     if on_cpu and (name in NATIVE | KERNELS or name == "launch"):
         return "needs a GPU"
-    packages = {"jax-triton": ("triton", "triton launch"), "torch": ("tensors", "torch_call")}
-    packages["nvidia-cutlass-dsl"] = ("launch", "bridge", "cutlass_call", "cutlass launch")
-    missing = [package for package, names in packages.items() if name in names and not installed(package)]
-    return f"{missing[0]} is not installed" if missing else None
+    package = PACKAGES.get(name, "jax")
+    return None if installed(package) else f"{package} is not installed"
 
 
 def _calls(report, variants, on_cpu):
