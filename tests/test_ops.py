@@ -316,10 +316,11 @@ WRONG_ENTRIES = {
 }
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("wrong", WRONG_ENTRIES)
-def test_a_wrong_entry_of_the_plan_writes_nothing(wrong, implementation):
+def test_a_wrong_entry_of_the_plan_writes_nothing(wrong, dtype, implementation):
     config = ops.make_config("csa", "fp8_ds_mla", 3, 5)
-    batch = random_batch(np.random.default_rng(3), config, sizes=[(0, 40)], padding=0, padded_requests=0)
+    batch = random_batch(np.random.default_rng(3), config, sizes=[(0, 40)], padding=0, padded_requests=0, dtype=dtype)
     column, value = WRONG_ENTRIES[wrong]
     closing = np.array(ops.metadata(batch).closing)
     assert closing[2, :2].tolist() == [11, 11]
