@@ -61,21 +61,15 @@ def window_sum(
     columns, bias = _columns(element, channels, ape, RATIO, HEAD_DIM, OVERLAP)
     whole = (in_batch >= WINDOW) & (row >= WINDOW - 1)
     first = row - (WINDOW - 1)
-    if PATH == "last":
-        if in_batch == 1:
-            kv, score = _load_decode(
-                slots, element, columns, channels, kv_score, ape, state_cache, row, state_pages,
-                RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS,
-            )  # fmt: skip
-            c = softmax_sum(kv, score)
-        else:
-            c = _sum_by_pieces(
-                slots_at, channels, kv_score, ape, state_cache, row, in_batch, state_pages,
-                RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS,
-            )  # fmt: skip
-    elif PATH == "whole":
-        if whole:
-            kv, score = _load_batch(kv_score, first + element, columns, bias, None, RATIO, HEAD_DIM, OVERLAP)
+    if PATH == "last" or PATH == "whole":
+        if (in_batch == 1) if PATH == "last" else whole:
+            if PATH == "last":
+                kv, score = _load_decode(
+                    slots, element, columns, channels, kv_score, ape, state_cache, row, state_pages,
+                    RATIO, HEAD_DIM, OVERLAP, PAGE_ROWS,
+                )  # fmt: skip
+            else:
+                kv, score = _load_batch(kv_score, first + element, columns, bias, None, RATIO, HEAD_DIM, OVERLAP)
             c = softmax_sum(kv, score)
         else:
             c = _sum_by_pieces(
