@@ -3,6 +3,7 @@ PYTHON ?= python3.12
 BIN := .venv/bin
 
 .PHONY: demo test lint clean
+.DELETE_ON_ERROR: # no .venv that is half made
 
 demo: .venv/.demo
 	$(BIN)/python -m dsv4_jax demo

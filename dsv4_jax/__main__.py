@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m dsv4_jax", description="DeepSeek-V4's KV compressor for JAX.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {dsv4_jax.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
     demo = commands.add_parser(
         "demo",
         help="run a text through all compressors and check every stored byte",
@@ -37,10 +37,14 @@ def main(argv: list[str] | None = None) -> int:
     demo.add_argument("--tokens", type=_at_least(1), metavar="N", default=2048,
                       help="read at most N tokens, which are bytes (default %(default)s)")  # fmt: skip
     commands.add_parser("doctor", help="say what can run here and what is missing")
-    commands.add_parser("bench", help="time the ops; `bench bridge`: what a call costs, by way of making it")
+    commands.add_parser("bench", help="time the ops; `bench bridge`: what a call from JAX to a kernel costs")
 
     options = vars(parser.parse_args(argv))
-    if options.pop("command") == "doctor":
+    command = options.pop("command")
+    if command is None:
+        parser.print_help()
+        return 2
+    if command == "doctor":
         from dsv4_jax.doctor import main as doctor
 
         return doctor()

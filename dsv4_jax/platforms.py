@@ -135,6 +135,8 @@ def implementations(op: str) -> tuple[str, ...]:
 
 def _why_no_triton(platform):
     if not any(map(installed, ("triton", "pytorch-triton-rocm", "triton-rocm"))):
+        if platform == "cpu":
+            return "triton is not installed; its interpreter needs triton and torch, or use implementation='xla'"
         return "triton is not installed; install dsv4-jax[cuda13] or dsv4-jax[rocm]"
     if platform in ("cuda", "rocm"):
         if not installed("jax-triton"):

@@ -18,9 +18,13 @@ from dsv4_jax.common.ops import compress, launch, save_partial_states
 
 def main(argv=None):
     """Runs one of the bench's cases once: `compress` by Triton or CuTeDSL, or `save_partial_states`."""
-    parser = argparse.ArgumentParser(prog="python -m dsv4_jax.bench.alone", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m dsv4_jax.bench.alone",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("compressor", choices=CONFIGS)
-    parser.add_argument("batch", type=run.parsed_batch, help="kind and tokens, as bench --batch takes them")
+    parser.add_argument("batch", type=run.parsed_batch, help="as prefill:65536; or decode, closing, mixed")
     parser.add_argument("dtype", nargs="?", default="float32", choices=("float32", "bfloat16"), help="of kv_score")
     parser.add_argument("--op", default="compress", choices=("compress", "save"))
     parser.add_argument("--implementation", default="triton", choices=("triton", "cutedsl"), help="of compress")
