@@ -39,7 +39,8 @@ class Faster(NamedTuple):
     prefill: bool = True  # as `metadata.prefill`
 
 
-# Where CuTeDSL took less time in docs/measurements/h200_triton_cutedsl*.json and h200_hca_prefill.json, by 0.4 us (HCA,
+# Where CuTeDSL took less time in docs/measurements/h200_triton_cutedsl.json, .._long.json and, for long prefills of HCA,
+# h200_hca_prefill.json, clearly: by 0.4 us (HCA,
 # one token) to 46 us (CSA of bfloat16, 131072 tokens). Other decodes, save="all", and sizes in between are Triton's;
 # 16384 tokens of HCA take both as long. Where XLA does not capture the call in a command buffer, Python launches it,
 # which takes the host a few microseconds more than Triton's launch.

@@ -26,7 +26,7 @@ FRESH = 64  # sets of inputs that take turns, so that XLA meets new addresses at
 LEGEND = """us an op, wall clock, host included. lone: one op a jit; chain: 20; hidden: the chain behind long copies, so
 that only the GPU's time counts; scan: 20 steps of an op and an addition; fresh: the chain, an input at another address
 at each call. The rows take turns, as a host is slower at times than at others: median of the rounds. The op is
-`compress` of a CSA decode step of 8 requests: 11 buffers, two of them inputs updated in place, and 2 us or less on an
+`compress` of a CSA decode step of 8 requests: 11 buffers, two of them inputs updated in place, and 2 to 3 us on an
 H200."""
 
 # What a call that is not captured consists of, and what is compared.
