@@ -39,11 +39,10 @@ class Faster(NamedTuple):
     prefill: bool = True  # as `metadata.prefill`
 
 
-# Where CuTeDSL took less time in docs/measurements/h200_triton_cutedsl.json, .._long.json and, for long prefills of HCA,
-# h200_hca_prefill.json, clearly: by 0.4 us (HCA,
-# one token) to 46 us (CSA of bfloat16, 131072 tokens). Other decodes, save="all", and sizes in between are Triton's;
-# 16384 tokens of HCA take both as long. Where XLA does not capture the call in a command buffer, Python launches it,
-# which takes the host a few microseconds more than Triton's launch.
+# Where CuTeDSL took clearly less time in docs/measurements/h200_triton_cutedsl.json, h200_triton_cutedsl_long.json and,
+# for long prefills of HCA, h200_hca_prefill.json: by 0.4 us (HCA, one token) to 46 us (CSA of bfloat16, 131072 tokens).
+# Other decodes, save="all", and sizes in between are Triton's; 16384 tokens of HCA take both as long. Where XLA does
+# not capture the call in a command buffer, Python launches it, at a few microseconds more than Triton's launch.
 CUTEDSL_FASTER = (
     Faster("compress", "9.0", (4, True), ("float32", "bfloat16"), "tail", range(8192, 2**31)),
     Faster("compress", "9.0", (128, False), ("float32", "bfloat16"), "tail", range(512, 2049)),

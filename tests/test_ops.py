@@ -335,6 +335,20 @@ def test_a_wrong_entry_of_the_plan_writes_nothing(wrong, dtype, implementation):
         oracle.assert_same_cache(cache, batch.cache, exact, config)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
+def test_rows_before_the_batch_are_absent(dtype, implementation):
+    """Whatever the plan says of how many rows the batch has."""
+    config = ops.make_config("csa", "bf16", 3, 5)
+    batch = random_batch(np.random.default_rng(4), config, sizes=[(0, 24)], padding=0, padded_requests=0, dtype=dtype)
+    closing = np.array(ops.metadata(batch).closing)
+    assert closing[0].tolist()[:2] == [3, 3]
+    exact = ops.rows(batch, batch.state, from_batch=True)
+    for in_batch in (8, 9, 2**31 - 1):
+        closing[0, 3] = in_batch
+        _, cache = ops.compress(batch, ops.metadata(batch, closing=closing), implementation=implementation)
+        oracle.assert_same_cache(cache, batch.cache, exact, config)
+
+
 def test_window_slots_outside_the_state_are_absent(implementation):
     """As if the block table had no such page."""
     config = ops.make_config("csa", "bf16", 1, 4)

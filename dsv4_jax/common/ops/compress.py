@@ -207,7 +207,7 @@ def _path(kv_score, metadata, is_short):
     if kv_score is None:
         return "any"
     if metadata.closing.shape[0] >= kv_score.shape[0]:
-        return "last"  # so many windows may close only where nearly every request has one token
+        return "last"  # as a rule, a decode of one token a request; empty requests count too
     if not metadata.prefill:
         return "any"
     if kv_score.dtype.itemsize == 2:

@@ -47,12 +47,12 @@ def window_sum(
     RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, OVERLAP: tl.constexpr, PAGE_ROWS: tl.constexpr,
     FROM_BATCH: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """The softmax-sum `[channels]` of a window; with `PATH="ahead"`, the window need not be valid.
+    """The softmax-sum `[channels]` of a valid window; with `PATH="ahead"` it need not be valid.
 
     `slots` are the state slots of its rows, oldest first, and `slots_at` where they lie; of rows in the batch they do
     not count. `PATH` only says what is fast:
-      "whole", "last": windows all in the batch, or with only their last row there; others go by pieces, for which the
-        kernel needs fewer registers.
+      "whole": windows all in the batch; "last": those with only their last row there. Others go by pieces, for which
+        the kernel needs fewer registers. Both are for `FROM_BATCH`.
       "ahead": windows all in the batch, whose loads wait for no branch.
       "any": all of them.
     """
@@ -62,6 +62,7 @@ def window_sum(
     whole = (in_batch >= WINDOW) & (row >= WINDOW - 1)
     first = row - (WINDOW - 1)
     if PATH == "last" or PATH == "whole":
+        tl.static_assert(FROM_BATCH)
         if (in_batch == 1) if PATH == "last" else whole:
             if PATH == "last":
                 kv, score = _load_decode(

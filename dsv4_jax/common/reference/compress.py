@@ -30,9 +30,10 @@ def compress(
 ) -> tuple[jax.Array, jax.Array]:
     """Saves states and stores the keys of closed windows, each input read once.
 
-    Rows of a window that are in this batch come from `kv_score`, older ones from the state cache. The cache's bytes are
-    those of `save_partial_states` followed by `compress_norm_rope_store`. No slot that this call writes may hold a row
-    that one of its windows still needs.
+    Rows of a window that are in this batch come from `kv_score`, older ones from the state cache. The keys are those of
+    `save_partial_states` followed by `compress_norm_rope_store`, up to the order in which float32 sums are made, which
+    may differ by a batch's shapes (docs/compressor.md says how far that goes). No slot that this call writes may hold a
+    row that one of its windows still needs.
 
     Args:
       kv_score: `[T, 2W]` float32 or bfloat16, the projection's output: kv in the first half, score in the second.
