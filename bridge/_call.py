@@ -34,7 +34,7 @@ def torch_call(
     """Calls `fn` on torch tensors that are views of XLA's buffers, on XLA's stream, in or out of `jax.jit`.
 
     With `out_type`, `fn(*inputs, *outputs, *scratch)` writes its outputs in place. It returns nothing, or the very
-    tensors it wrote. Outputs and scratch arrive uninitialised. An output aliased to an input is that input, updated
+    tensors it wrote. Outputs and scratch arrive uninitialized. An output aliased to an input is that input, updated
     in place, and is not passed a second time.
 
     Without `out_type`, `fn(*inputs, *scratch)` returns its results, a tensor or a pytree of them, which are copied
@@ -44,7 +44,7 @@ def torch_call(
     torch's current ones. The tensors are valid during the call alone: it must not keep one, and must not write to an
     input that has no alias. Captured in a command buffer (a CUDA graph)
     its Python runs when the graph is recorded and not when it is replayed: it must launch the same work each time, and
-    must not synchronise, read tensor values on the host, compile or allocate memory. Keep `fn` one object over calls:
+    must not synchronize, read tensor values on the host, compile or allocate memory. Keep `fn` one object over calls:
     a new lambda or partial is a new program to compile.
 
     Args:

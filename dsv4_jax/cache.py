@@ -108,7 +108,7 @@ class CacheFormat:
         return None if scale is None else checks.array(name, scale, ())
 
     def pack(self, keys: jax.Array, scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Quantises finished keys (after RMSNorm and RoPE).
+        """Quantizes finished keys (after RMSNorm and RoPE).
 
         A block's scale exponent comes from the bits of its largest magnitude, in which NaN counts as infinity and
         infinity as the largest finite bfloat16. NaN is stored as 0x7F (fp8), 0x7FC0 (bf16) or +6 (E2M1, which has no
@@ -126,14 +126,14 @@ class CacheFormat:
         keys = keys.astype(jnp.float32)
         if self.name == "fp8_ds_mla":
             nope, rope = keys[..., :-ROPE_DIM], keys[..., -ROPE_DIM:]
-            values, exponents = quantise_fp8(_round_bf16(nope), block=64)
+            values, exponents = quantize_fp8(_round_bf16(nope), block=64)
             values = jnp.concatenate([values, _bytes(bf16(rope))], axis=-1)
             return values, jnp.pad(e8m0(exponents), [(0, 0)] * (keys.ndim - 1) + [(0, 1)])
         if self.name == "indexer_fp8":
-            values, exponents = quantise_fp8(_round_bf16(keys), block=128)
+            values, exponents = quantize_fp8(_round_bf16(keys), block=128)
             return values, _bytes(pow2(exponents))
         if self.name == "indexer_mxfp4":
-            codes, exponents = _quantise_fp4(keys, block=32)
+            codes, exponents = _quantize_fp4(keys, block=32)
             return codes[..., 0::2] | codes[..., 1::2] << 4, e8m0(exponents)
         if self.name == "bf16":
             return _bytes(bf16(keys)), jnp.zeros((*keys.shape[:-1], 0), jnp.uint8)
@@ -189,7 +189,7 @@ class CacheFormat:
         scale: jax.Array | None = None,
         dtype: jnp.dtype = jnp.float32,
     ) -> jax.Array:
-        """Dequantises the rows at `slots`: value times scale, a product in float32; the scale byte 255 is NaN.
+        """Dequantizes the rows at `slots`: value times scale, a product in float32; the scale byte 255 is NaN.
 
         Args:
           cache: as `allocate` returns it.
@@ -245,20 +245,20 @@ def page_stride(cache) -> int:
     return math.prod(cache.shape[1:]) * cache.dtype.itemsize
 
 
-def quantise_fp8(x, block, amax_min=FP8_AMAX_MIN):
+def quantize_fp8(x, block, amax_min=FP8_AMAX_MIN):
     """The fp8 codes of x, and the exponent of each block's scale."""
     blocks = _blocks(x, block)
     e = _scale_exponent(_amax(blocks, amax_min), FP8_MAX)
     return _fp8(blocks * pow2(-e)[..., None]).reshape(x.shape), e
 
 
-def _quantise_fp4(x, block):
+def _quantize_fp4(x, block):
     """The E2M1 codes (one a byte) of bf16-rounded x, and the exponent of each block's scale."""
     blocks = _blocks(_round_bf16(x), block)
     e = _scale_exponent(_amax(blocks, FP4_AMAX_MIN), FP4_MAX)
     x = (blocks * pow2(-e)[..., None]).reshape(x.shape)
     a = jnp.abs(x)
-    # Midpoints between neighbours, each going to the even code.
+    # Midpoints between neighbors, each going to the even code.
     code = sum((a > t).astype(jnp.uint8) for t in (0.25, 1.25, 2.5, 5.0))
     code += sum((a >= t).astype(jnp.uint8) for t in (0.75, 1.75, 3.5))
     code |= jnp.where(jnp.signbit(x), jnp.uint8(8), jnp.uint8(0))

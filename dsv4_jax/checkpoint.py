@@ -41,7 +41,7 @@ NAME = re.compile(
     rf"({'|'.join(map(re.escape, ROLES))})"
 )
 SCALES = ("scale", "weight_scale_inv")  # instead of `weight`, at the end of the name
-BLOCK = 128  # rows and columns of a quantised weight under one scale
+BLOCK = 128  # rows and columns of a quantized weight under one scale
 DTYPES = {
     "F32": jnp.float32,
     "F16": jnp.float16,

@@ -39,7 +39,7 @@ class DeepseekCompressor(nnx.Module):
         precision: jax.lax.PrecisionLike = None,
         rngs: nnx.Rngs,
     ):
-        """Initialises the parameters: a random projection, no bias, norm weights of 1.
+        """Initializes the parameters: a random projection, no bias, norm weights of 1.
 
         Args:
           config: the compressor.

@@ -14,8 +14,9 @@ from dsv4_jax import checks, platforms
 class Op:
     """A primitive over pytrees of arrays, in place on some of them.
 
-    Each implementation is a function `implement(*args, platform=..., **params)` in the module that
-    `platforms.MODULES` names for it; all take the same arguments and return a tuple: the updated arrays, then new ones.
+    Each implementation is a function `implement(*args, **params)` in the module that `platforms.MODULES` names for it;
+    all take the same arguments, `outputs=` among them where the op makes new arrays, and return a tuple: the updated
+    arrays, then the new ones.
     """
 
     def __init__(self, name: str, updates: tuple[int, ...] = (), outputs: Callable | None = None):
@@ -84,8 +85,11 @@ class Op:
             raise NotImplementedError(f"{self.name}(implementation={name!r}) cannot run on {platform}: {why}")
         implement: Callable = importlib.import_module(platforms.MODULES[name].format(op=self.name)).implement
 
+        avals = jax.tree.unflatten(tree, ctx.avals_in)
+        new = {"outputs": self.outputs(*avals, **dict(params))} if self.outputs else {}
+
         def flat_implement(*flat):
-            return implement(*jax.tree.unflatten(tree, flat), platform=platform, **dict(params))
+            return implement(*jax.tree.unflatten(tree, flat), **new, **dict(params))
 
         try:
             return mlir.lower_fun(flat_implement, multiple_results=True)(ctx, *flat)

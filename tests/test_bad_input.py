@@ -5,9 +5,9 @@ import re
 
 import jax.numpy as jnp
 import numpy as np
-import ops
 import pytest
-from batches import random_batch
+from helpers import ops
+from helpers.batches import random_batch
 
 import dsv4_jax
 from dsv4_jax import CompressorConfig, CompressorMetadata

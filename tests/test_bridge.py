@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bridging import Type, accumulate, assert_same_bytes, double, double_into, run_python, torch
+from helpers.bridging import Type, accumulate, assert_same_bytes, double, double_into, run_python, torch
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, PartitionSpec
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bridging import Type, assert_same_bytes, copy_bytes, double_into, on_cpu_only, torch
+from helpers.bridging import Type, assert_same_bytes, copy_bytes, double_into, on_cpu_only, torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

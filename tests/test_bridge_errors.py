@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bridging import OwnError, Type, double, double_into, torch
+from helpers.bridging import OwnError, Type, double, double_into, torch
 
 from bridge import raw_call, torch_call
 

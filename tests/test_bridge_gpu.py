@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bridging import OwnError, Type, double, torch
+from helpers.bridging import OwnError, Type, double, torch
 
 from bridge import to_jax, to_torch, torch_call
 

@@ -1,4 +1,4 @@
-"""Launches on threads that come and go. test_cutedsl.py has the rest of `dsv4_jax.nvidia.ops.launch`."""
+"""Launches on threads that come and go. test_cutedsl.py has the rest of `dsv4_jax.nvidia.ops.helpers.launch`."""
 
 import ctypes
 import threading
@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-from dsv4_jax.nvidia.ops import launch
+from dsv4_jax.nvidia.ops.helpers import launch
 
 
 def test_arguments_are_prepared_once_for_a_thread_number(monkeypatch):

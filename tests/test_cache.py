@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import oracle
 import pytest
-from batches import hard_keys, random_bytes
+from helpers import oracle
+from helpers.batches import hard_keys, random_bytes
 
 from dsv4_jax import CACHE_FORMATS
 
@@ -21,7 +21,7 @@ def test_pack(name):
     scale = np.float32(0.37) if name == "fp8" else None
     for pack in (CACHE_FORMATS[name].pack, jax.jit(CACHE_FORMATS[name].pack)):
         values, scales = pack(jnp.asarray(keys), scale)
-        want_values, want_scales = oracle.quantise(name, keys, scale=scale)
+        want_values, want_scales = oracle.quantize(name, keys, scale=scale)
         np.testing.assert_array_equal(scales, want_scales)
         np.testing.assert_array_equal(values, want_values)
 
@@ -74,7 +74,7 @@ def test_unpack(name):
     fmt, page_rows = CACHE_FORMATS[name], 7
     keys = hard_keys(name)
     scale = np.float32(0.37) if name == "fp8" else None
-    values, scales = oracle.quantise(name, keys, scale=scale)
+    values, scales = oracle.quantize(name, keys, scale=scale)
     pages = -(-len(keys) // page_rows)
     slots = np.random.default_rng(0).permutation(pages * page_rows)[: len(keys)].astype(np.int32)
     empty = np.asarray(fmt.allocate(pages, page_rows))
@@ -164,7 +164,7 @@ def test_no_rows(name):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_fp8_is_divided(traced):
-    """Midpoints of neighbouring codes times a scale: times its inverse, many would fall on the wrong side."""
+    """Midpoints of neighboring codes times a scale: times its inverse, many would fall on the wrong side."""
     scale = np.float32(0.7)
     codes = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     keys = np.resize((codes[:-1] + codes[1:]) / 2, (5, 512)) * scale

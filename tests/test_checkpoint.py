@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import test_huggingface as hf
-from serving import Server
+from helpers.serving import Server
 
 from dsv4_jax import CompressorConfig, load_compressors
 from dsv4_jax.checkpoint import Checkpoint
@@ -127,7 +127,7 @@ def test_config_beside_the_weights(tmp_path):
     assert load_compressors(path, [CSA], configs=bf16)[CSA][0].config.cache_format == "bf16"
 
 
-def quantised(weight, ue8m0):
+def quantized(weight, ue8m0):
     """fp8 values and scales of 128 x 128 blocks, and what they stand for; NumPy's own derivation."""
     rows, columns = weight.shape
     values, want = np.zeros((rows, columns), ml_dtypes.float8_e4m3fn), np.zeros((rows, columns), np.float32)
@@ -151,7 +151,7 @@ def test_fp8_weights(style, ue8m0, tmp_path):
     want = {}
     for name in [n for n in found if n.endswith(("wkv.weight", "wgate.weight"))]:
         weight = found[name].numpy() * np.exp(np.random.default_rng(0).standard_normal((len(found[name]), 1)) * 3)
-        values, scale, want[name] = quantised(weight.astype(np.float32), ue8m0)
+        values, scale, want[name] = quantized(weight.astype(np.float32), ue8m0)
         found[name] = torch.tensor(values.view(np.uint8)).view(torch.float8_e4m3fn)
         if ue8m0:
             exponents = torch.tensor(scale.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8))

@@ -24,7 +24,7 @@ def test_kernels_compile(target, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"JAX_PLATFORMS": "cpu", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.path.dirname(HERE)}
     done = subprocess.run(
-        [sys.executable, os.path.join(HERE, "compile_kernels.py"), *TARGETS[target]],
+        [sys.executable, os.path.join(HERE, "helpers", "compile_kernels.py"), *TARGETS[target]],
         env=environment,
         capture_output=True,
         text=True,

@@ -9,10 +9,9 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ops
 import pytest
-import serving
-from serving import DecodeLoop, Server, hidden_states, make_layer, nnx
+from helpers import ops, serving
+from helpers.serving import DecodeLoop, Server, hidden_states, make_layer, nnx
 
 import dsv4_jax
 from dsv4_jax import CompressorConfig, CompressorMetadata, compress
@@ -327,7 +326,7 @@ def test_at_layer():
 
 def test_sharded():
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    program = os.path.join(os.path.dirname(__file__), "sharded_layer.py")
+    program = os.path.join(os.path.dirname(__file__), "helpers", "sharded_layer.py")
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, env=env)
     assert done.stdout == "ok\n", done.stderr
 
@@ -337,7 +336,7 @@ def test_sharded():
 def test_sharded_over_gpus():
     # A process of its own, beside this one's memory.
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    program = os.path.join(os.path.dirname(__file__), "sharded_layer.py")
+    program = os.path.join(os.path.dirname(__file__), "helpers", "sharded_layer.py")
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, env=env)
     assert done.stdout == "ok\n", done.stderr
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ops
 import pytest
-from batches import random_batch
+from helpers import ops
+from helpers.batches import random_batch
 
 import dsv4_jax
 from dsv4_jax import CompressorConfig, CompressorMetadata, platforms
@@ -30,7 +30,7 @@ def fresh(monkeypatch):
     """The launcher with nothing compiled yet, for a GPU that is not there; returns (module, keys compiled)."""
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     pytest.importorskip("torch", reason="the bridge needs torch")
-    from dsv4_jax.nvidia.ops import launch
+    from dsv4_jax.nvidia.ops.helpers import launch
 
     keys = []
 
@@ -68,7 +68,7 @@ def traced(
             jnp.float32(1) if config.format.needs_scale else None,
         )
 
-    call = functools.partial(compress.implement, config=config, save=save, platform="cuda")
+    call = functools.partial(compress.implement, config=config, save=save)
     return jax.make_jaxpr(call)(*jax.eval_shape(make))
 
 
@@ -78,7 +78,7 @@ def test_every_kernel_compiles(arch):
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "CUTE_DSL_ARCH": arch}
     done = subprocess.run(
-        [sys.executable, "tests/compile_cutedsl.py"], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "tests/helpers/compile_cutedsl.py"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.endswith("23 kernels compiled\n"), done.stdout
@@ -146,7 +146,7 @@ def test_one_launch(fresh):
 def shape():
     """The key of a CSA kernel."""
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-    from dsv4_jax.nvidia.ops import launch
+    from dsv4_jax.nvidia.ops.helpers import launch
 
     return launch.Shape(
         ratio=4, overlap=True, head_dim=512, rope_dim=64, eps=1e-6, page_rows=4, kv_page_rows=64, format="bf16",
@@ -155,9 +155,10 @@ def shape():
 
 
 def test_threads_that_compile_at_once(shape):
-    from dsv4_jax.nvidia.ops import launch, sparse_attn_compress_cutedsl
+    from dsv4_jax.nvidia.ops import compress
+    from dsv4_jax.nvidia.ops.helpers import launch
 
-    kernel = sparse_attn_compress_cutedsl._short_windows
+    kernel = compress._short_windows
     shapes = [shape, dataclasses.replace(shape, dtype="bfloat16")] * 2
     together = threading.Barrier(len(shapes))
 
@@ -200,7 +201,7 @@ def passed(kv_cache, closing, kv_scale, stream):
 
 
 def launch_of(kernel, shape, monkeypatch):
-    from dsv4_jax.nvidia.ops import launch
+    from dsv4_jax.nvidia.ops.helpers import launch
 
     monkeypatch.setattr(launch, "loaded", lambda *key: kernel)
     return launch.Launch(launch.compiled, shape, "sm_90a", NAMES, NUMBERS)
@@ -277,7 +278,7 @@ def test_an_old_gpu_is_refused():
 )
 def test_other_compressors_are_refused(config, why):
     with pytest.raises(NotImplementedError, match=why):
-        compress.implement(config=config, save="tail", platform="cuda")
+        compress.implement(config=config, save="tail")
     for served in (CompressorConfig.csa(), CompressorConfig.hca("bf16")):
         assert support.why_not(served) is None
 

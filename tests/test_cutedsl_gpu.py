@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import ops
-import oracle
 import pytest
-from batches import random_batch
+from helpers import ops, oracle
+from helpers.batches import random_batch
 
 import bridge
 import dsv4_jax
@@ -205,7 +204,7 @@ def test_named_kernels(kind, fmt, page_rows, kv_page_rows, options):
 @pytest.mark.parametrize("kind", ["csa", "hca"])
 def test_ten_thousand_decode_steps(kind, monkeypatch, total=10_000):
     """Three requests at other phases, in a scan, in jits of eight steps that XLA replays as a graph, and one by one."""
-    from dsv4_jax.nvidia.ops import launch
+    from dsv4_jax.nvidia.ops.helpers import launch
 
     launches, call = [], launch.Launch.__call__
     monkeypatch.setattr(launch.Launch, "__call__", lambda self, *args: launches.append(self) or call(self, *args))

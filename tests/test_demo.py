@@ -205,7 +205,7 @@ def corrupt(after, slots, config, what):
     values, scales = exact.VALUE_SCALE_BYTES[config.cache_format]
     first_scale = config.kv_page_rows * values + row * scales
     if what == "value":
-        # The neighbouring code: a fault of one step.
+        # The neighboring code: a fault of one step.
         after[page, row * values] ^= 1
     elif what == "last value":
         after[page, row * values + values - 1] ^= 0x80

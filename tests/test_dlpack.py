@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bridging import assert_same_bytes, run_python, torch
+from helpers.bridging import assert_same_bytes, run_python, torch
 from jax.experimental.layout import Format, Layout
 
 from bridge import to_jax, to_torch

@@ -5,10 +5,9 @@ import pathlib
 
 import ml_dtypes
 import numpy as np
-import ops
-import oracle
 import pytest
-from batches import Batch
+from helpers import ops, oracle
+from helpers.batches import Batch
 
 GPU_TOO = True
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "vllm_0.33_h200.npz"
@@ -76,7 +75,7 @@ def test_oracle(case):
     assert len(rows.slots)
     oracle.assert_same_cache(after, batch.cache, rows, batch.config)
     # Not one byte differs: the allowance is not needed.
-    written = oracle.quantise(batch.config.cache_format, rows.exact)
+    written = oracle.quantize(batch.config.cache_format, rows.exact)
     ops.same_bytes(
         after, oracle.store(batch.config.cache_format, batch.cache, *written, rows.slots, batch.config.kv_page_rows)
     )

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import ops
-import oracle
 import pytest
-from batches import KINDS, random_batch
+from helpers import ops, oracle
+from helpers.batches import KINDS, random_batch
 
 import dsv4_jax
 

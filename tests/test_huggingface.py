@@ -13,7 +13,7 @@ import pytest
 
 import dsv4_jax
 from dsv4_jax import CompressorConfig, CompressorMetadata
-from dsv4_jax.common.reference.window import normalised_keys
+from dsv4_jax.common.reference.helpers.window import normalized_keys
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -119,7 +119,7 @@ def hugging_face_keys(name, steps):
 
 @functools.cache
 def step_functions(config):
-    """One step before quantisation, and as users call it; and the caches and slots that it starts from."""
+    """One step before quantization, and as users call it; and the caches and slots that it starts from."""
     pages = -(-TOKENS // config.page_rows)
     # Pages in an order of no meaning, as an allocator hands them out.
     block_table = jnp.asarray(np.random.default_rng(2).permutation(pages)[None], jnp.int32)
@@ -136,7 +136,7 @@ def step_functions(config):
             kv_block_table,
             num_tokens=kv_score.shape[0],
         )
-        keys, slots = normalised_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, config=config)
+        keys, slots = normalized_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, config=config)
         state_cache, kv_cache = dsv4_jax.compress(
             kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, config=config, save="tail"
         )
@@ -151,7 +151,7 @@ def step_functions(config):
 
 
 def our_keys(name, steps, kv_score):
-    """The keys before quantisation `[windows, D]`, and those read back from the cache."""
+    """The keys before quantization `[windows, D]`, and those read back from the cache."""
     config = our_configs()[name]
     _, compressor = layer(name)
     ape, norm_weight = (
@@ -206,7 +206,7 @@ def test_keys(name, steps):
         f"rows {np.flatnonzero(far.any(axis=1)).tolist()}, {far.sum()} values, NaN {np.isnan(keys[far]).sum()}, "
         f"largest {np.abs(keys - want)[far].max()}: {keys[far][:4]} for {want[far][:4]}"
     )
-    # Storing loses what the format's rounding loses, of the key before quantisation.
+    # Storing loses what the format's rounding loses, of the key before quantization.
     if config.cache_format == "bf16":
         np.testing.assert_array_equal(stored, np.asarray(jnp.asarray(keys, jnp.bfloat16).astype(jnp.float32)))
         assert (np.abs(stored - want) <= tolerance(config, want) + np.abs(want) * 2.0**-8).all()

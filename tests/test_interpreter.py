@@ -4,11 +4,10 @@ import contextlib
 
 import ml_dtypes
 import numpy as np
-import ops
-import oracle
 import pytest
-from batches import random_batch
 from conftest import HAS_GPU
+from helpers import ops, oracle
+from helpers.batches import random_batch
 
 pytest.importorskip("torch", reason="Triton's interpreter needs torch, which is not installed")
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="with a GPU kernels run on it, not in the interpreter")
@@ -20,7 +19,7 @@ def narrow(values, to):
     import triton
     import triton.language as tl
 
-    from dsv4_jax.common.ops import interpreter
+    from dsv4_jax.common.ops.helpers import interpreter
 
     @triton.jit
     def kernel(x, out, N: tl.constexpr, TO: tl.constexpr):
@@ -39,8 +38,8 @@ def narrow(values, to):
     return out.numpy()[: len(values)].view(np.uint16 if to == "bf16" else np.uint8)
 
 
-def neighbourhoods(dtype, patterns):
-    """Every finite value, the midpoints between neighbours, and the float32 on each side of those."""
+def neighborhoods(dtype, patterns):
+    """Every finite value, the midpoints between neighbors, and the float32 on each side of those."""
     values = np.unique(patterns.view(dtype).astype(np.float32))
     values = values[np.isfinite(values)]
     middle = (values[1:].astype(np.float64) + values[:-1]) / 2
@@ -50,12 +49,12 @@ def neighbourhoods(dtype, patterns):
 
 
 def test_every_bf16_and_its_midpoints():
-    points = neighbourhoods(ml_dtypes.bfloat16, np.arange(1 << 16, dtype=np.uint16))
+    points = neighborhoods(ml_dtypes.bfloat16, np.arange(1 << 16, dtype=np.uint16))
     np.testing.assert_array_equal(narrow(points, "bf16"), points.astype(ml_dtypes.bfloat16).view(np.uint16))
 
 
 def test_every_fp8_and_its_midpoints():
-    points = neighbourhoods(ml_dtypes.float8_e4m3fn, np.arange(1 << 8, dtype=np.uint8))
+    points = neighborhoods(ml_dtypes.float8_e4m3fn, np.arange(1 << 8, dtype=np.uint8))
     np.testing.assert_array_equal(narrow(points, "fp8e4nv"), points.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
 
 
@@ -65,7 +64,7 @@ def test_every_code_widens_exactly(name):
     import triton
     import triton.language as tl
 
-    from dsv4_jax.common.ops import interpreter
+    from dsv4_jax.common.ops.helpers import interpreter
 
     @triton.jit
     def kernel(x, out, N: tl.constexpr):
@@ -85,7 +84,7 @@ def test_every_code_widens_exactly(name):
 def test_the_interpreters_own_functions_come_back():
     from triton.runtime import interpreter as triton_interpreter
 
-    from dsv4_jax.common.ops import interpreter
+    from dsv4_jax.common.ops.helpers import interpreter
 
     originals = triton_interpreter._convert_float, triton_interpreter.ReduceOps.generic_reduce
     with interpreter.amended():
@@ -100,7 +99,7 @@ def test_reductions_by_slices_give_what_the_interpreters_own_do(axis):
     import triton
     import triton.language as tl
 
-    from dsv4_jax.common.ops import interpreter
+    from dsv4_jax.common.ops.helpers import interpreter
 
     @triton.jit
     def combine(a, b, c, d):

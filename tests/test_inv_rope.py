@@ -1,12 +1,11 @@
 """`fused_inv_rope_fp8_quant` against its rules in NumPy, and vLLM's bytes."""
 
-import heads
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import oracle
 import pytest
+from helpers import heads, oracle
 from test_golden import GOLDEN
 
 from dsv4_jax import fused_inv_rope_fp8_quant

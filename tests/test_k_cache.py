@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import ops
-import oracle
 import pytest
-from batches import hard_keys, random_bytes
+from helpers import ops, oracle
+from helpers.batches import hard_keys, random_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -141,7 +140,7 @@ def test_insert(name, page_rows, padding, dtype, implementation):
         implementation=implementation,
     )
     inside = (slots >= 0) & (slots < pages * page_rows)
-    written = oracle.quantise(name, k[inside], scale=SCALE.get(name))
+    written = oracle.quantize(name, k[inside], scale=SCALE.get(name))
     ops.same_bytes(got, oracle.store(name, oracle.as_pages(cache), *written, slots[inside], page_rows))
 
 
@@ -166,7 +165,7 @@ def test_insert_sizes(name, tokens, pages, implementation):
     assert got.shape == cache.shape and got.dtype == cache.dtype
     if not (tokens and pages):
         return
-    written = oracle.quantise(name, k[slots >= 0], scale=SCALE.get(name))
+    written = oracle.quantize(name, k[slots >= 0], scale=SCALE.get(name))
     ops.same_bytes(got, oracle.store(name, oracle.as_pages(cache), *written, slots[slots >= 0], page_rows))
 
 
@@ -351,7 +350,7 @@ def test_in_place(name, implementation):
     if ON_GPU or (implementation == "xla" and name != "fp8"):
         assert not ops.copies(compiled, cache, out)
         assert [a.unsafe_buffer_pointer() for a in (got_cache, got)] == addresses
-    written = oracle.quantise(name, k, scale=SCALE.get(name))
+    written = oracle.quantize(name, k, scale=SCALE.get(name))
     after = oracle.store(name, oracle.as_pages(cache), *written, slots, 2)
     ops.same_bytes(got_cache, after)
     for i in range(3):

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import oracle
 import pytest
+from helpers import oracle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +17,7 @@ GPU_TOO = True
 BF16 = ml_dtypes.bfloat16
 
 
-def quantised(hidden):
+def quantized(hidden):
     """The oracle's fp8 codes `[T, K]` and scale bytes `[T, K // 32]` of bfloat16 `[T, K]`."""
     with np.errstate(invalid="ignore"):
         blocks = np.asarray(hidden, np.float64).reshape(len(hidden), hidden.shape[1] // 32, 32)
@@ -39,7 +39,7 @@ def routed(weights, ids, padding):
 def check(got, hidden, weights, ids, padding):
     x, scales, got_ids, got_weights = map(np.asarray, got)
     assert [a.dtype for a in got] == [jnp.float8_e4m3fn, jnp.int32, jnp.int32, jnp.float32]
-    codes, exponents = quantised(hidden)
+    codes, exponents = quantized(hidden)
     np.testing.assert_array_equal(x.view(np.uint8), codes)
     packed = (exponents.reshape(*scales.shape, 4).astype(np.int64) << np.array([0, 8, 16, 24])).sum(axis=2)
     np.testing.assert_array_equal(scales.astype(np.int64) % 2**32, packed)

@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ops
-import oracle
 import pytest
-from batches import KINDS, random_batch
+from helpers import ops, oracle
+from helpers.batches import KINDS, random_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

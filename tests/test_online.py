@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import ops
-import oracle
 import pytest
+from helpers import ops, oracle
+from helpers.online import LENGTH, LONG, ON_CPU, REQUESTS, Feed, few, online
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from online import LENGTH, LONG, ON_CPU, REQUESTS, Feed, few, online
 
 import dsv4_jax
 from dsv4_jax import CompressorMetadata

@@ -4,9 +4,9 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-import ops
 import pytest
-from online import LENGTH, LONG, OUTSIDE, REQUESTS, Feed, few, online
+from helpers import ops
+from helpers.online import LENGTH, LONG, OUTSIDE, REQUESTS, Feed, few, online
 
 import dsv4_jax
 from dsv4_jax import CompressorConfig, CompressorMetadata

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import ops
-import oracle
 import pytest
-from batches import KINDS, random_batch
+from helpers import ops, oracle
+from helpers.batches import KINDS, random_batch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -4,10 +4,9 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-import ops
-import oracle
 import pytest
-from batches import random_batch
+from helpers import ops, oracle
+from helpers.batches import random_batch
 
 GPU_TOO = True
 INF, NAN = np.inf, np.nan

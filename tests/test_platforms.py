@@ -113,7 +113,7 @@ def test_ops_tell_the_switch_their_size_and_dtype(monkeypatch):
 
 def test_a_large_prefill_is_lowered_to_cutedsl(machine, monkeypatch):
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-    from dsv4_jax.nvidia.ops import launch
+    from dsv4_jax.nvidia.ops.helpers import launch
 
     monkeypatch.setattr(launch, "loaded", lambda kernel, shape, arch: None)
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")

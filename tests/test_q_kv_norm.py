@@ -5,9 +5,9 @@ import re
 import jax
 import jax.numpy as jnp
 import ml_dtypes
-import norm_oracle
 import numpy as np
 import pytest
+from helpers import norm_oracle
 
 import dsv4_jax
 

@@ -2,13 +2,12 @@
 
 import types
 
-import heads
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import oracle
 import pytest
+from helpers import heads, oracle
 from test_golden import GOLDEN
 
 from dsv4_jax import Yarn, fused_indexer_q_rope_quant
@@ -33,7 +32,7 @@ def run(positions, q, cos_sin, weights, use_fp4, implementation, scales=SCALES):
 def expected(positions, q, cos_sin, weights, use_fp4):
     """What `run` gives, by the rules of the format."""
     tokens, count, _ = q.shape
-    values, scales = oracle.quantise(FORMATS[use_fp4], heads.rotated(q, cos_sin, positions).reshape(-1, 128))
+    values, scales = oracle.quantize(FORMATS[use_fp4], heads.rotated(q, cos_sin, positions).reshape(-1, 128))
     inside = ((positions >= 0) & (positions < len(cos_sin)))[:, None]
     values = np.where(inside[:, :, None], values.reshape(tokens, count, -1), 0)
     scales = scales.reshape(tokens, count, 4).view("<i4" if use_fp4 else "<f4")[..., 0]
@@ -162,7 +161,7 @@ def test_not_finite(use_fp4, implementation):
 
 @pytest.mark.parametrize("use_fp4", FORMATS)
 def test_table_of_the_model(use_fp4, implementation):
-    """Where float32 rounds, a code may be the neighbouring one, and only inside the rounding's bounds."""
+    """Where float32 rounds, a code may be the neighboring one, and only inside the rounding's bounds."""
     rng = np.random.default_rng(5)
     table, positions = Yarn().table(300), rng.integers(0, 300, 6)
     q = rng.standard_normal((6, 9, 128)).astype(ml_dtypes.bfloat16)

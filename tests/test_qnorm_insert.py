@@ -7,11 +7,9 @@ import types
 import jax
 import jax.numpy as jnp
 import ml_dtypes
-import norm_oracle
 import numpy as np
-import ops
-import oracle
 import pytest
+from helpers import norm_oracle, ops, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -216,7 +214,7 @@ def test_not_finite(fmt, implementation):
     assert np.isfinite(heads[others].astype(np.float32)).all() and heads[others].any(axis=1).all()
     keys, _ = norm_oracle.rotate(kv, np.zeros(kv.shape), turns[positions])
     assert np.isnan(keys[0, 70]) and np.isnan(keys[1, 500:502]).all() and np.isinf(keys[2, 448:450]).all()
-    want = oracle.quantise(fmt, keys, scale=0.5)
+    want = oracle.quantize(fmt, keys, scale=0.5)
     ops.same_bytes(after, oracle.store(fmt, oracle.as_pages(cache), *want, np.arange(5), 3))
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bridging import OwnError, Type, assert_same_bytes, copy_bytes, on_cpu_only, run_python
+from helpers.bridging import OwnError, Type, assert_same_bytes, copy_bytes, on_cpu_only, run_python
 
 from bridge import _call, _run, raw_call
 

@@ -9,10 +9,9 @@ import textwrap
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ops
-import oracle
 import pytest
-from batches import random_batch
+from helpers import ops, oracle
+from helpers.batches import random_batch
 
 import dsv4_jax
 

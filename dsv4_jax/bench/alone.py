@@ -46,18 +46,18 @@ def _save(workload):
     a, states = _on_gpu(workload.inputs), _on_gpu(workload.carry[0])
     launch._launch_gpu = _launch
     where = a["metadata"].positions, states, a["metadata"].slot_mapping
-    save_partial_states.implement(a["kv"], a["score"], a["ape"], *where, platform="cuda")
+    save_partial_states.implement(a["kv"], a["score"], a["ape"], *where)
 
 
 def _compress(config, workload):
     args = _on_gpu(_arguments(config, workload))
     launch._launch_gpu = _launch
-    compress.implement(*args, config=config, save="tail", platform="cuda")
+    compress.implement(*args, config=config, save="tail")
 
 
 def _compress_cutedsl(config, workload):
     from dsv4_jax.nvidia.ops import support
-    from dsv4_jax.nvidia.ops.launch import Launch
+    from dsv4_jax.nvidia.ops.helpers.launch import Launch
 
     call = support.kernels(config).plan(*_arguments(config, workload), config=config, save="tail")
     assert call is not None  # every batch of the bench has something to do

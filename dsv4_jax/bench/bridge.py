@@ -233,12 +233,12 @@ def _op(name):
 
 
 def _cutedsl(name, inputs):
-    from dsv4_jax.nvidia.ops import native_call, sparse_attn_compress_cutedsl
+    from dsv4_jax.nvidia.ops import compress, native_call
 
-    call = sparse_attn_compress_cutedsl.plan(**inputs, kv_scale=None, config=CONFIG, save="tail")
+    call = compress.plan(**inputs, kv_scale=None, config=CONFIG, save="tail")
     if name in ("cutlass_call", "cutlass launch"):
         return native_call.run(call)
-    return sparse_attn_compress_cutedsl.launched(call, command_buffer_compatible=name == "bridge")
+    return compress.launched(call, command_buffer_compatible=name == "bridge")
 
 
 def _nothing(name, inputs):

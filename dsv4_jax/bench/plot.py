@@ -33,7 +33,7 @@ def plot(record: dict, output: str) -> None:
     title = f"{record['device']}: {gigabytes:,.0f} GB/s copied, {record['launch']:.2f} µs a launch"
     figure.suptitle(title, color=INK, x=0.02, ha="left")
     names = list(dict.fromkeys(map(_name, record["rows"])))
-    colours = {name: plt.get_cmap("turbo")((i + 0.5) / len(names)) for i, name in enumerate(names)}
+    colors = {name: plt.get_cmap("turbo")((i + 0.5) / len(names)) for i, name in enumerate(names)}
     first = record["rows"][0]["implementation"] if record["rows"] else ""
     for axis, label in zip(axes[0], labels, strict=True):
         rows = [row for row in record["rows"] if label in row]
@@ -42,14 +42,14 @@ def plot(record: dict, output: str) -> None:
         microseconds = np.maximum(size / record["bandwidth"] * 1e6, record["launch"])
         axis.plot(size / 1e6, size / microseconds / 1e3, color=FAINT, zorder=0)
         for row in rows:
-            colour = colours[_name(row)]
+            color = colors[_name(row)]
             axis.plot(
                 row["bytes"] / 1e6,
                 row["bytes"] / row[label] / 1e3,
                 linestyle="none",
                 marker=MARKERS.get(row["op"], OTHER),
-                color=colour,
-                markerfacecolor=colour if row["implementation"] == first else "none",
+                color=color,
+                markerfacecolor=color if row["implementation"] == first else "none",
                 markersize=4 if row["dtype"] == "bfloat16" else 7,
                 alpha=0.8,
             )
@@ -59,7 +59,7 @@ def plot(record: dict, output: str) -> None:
     ops = dict.fromkeys(row["op"] for row in record["rows"] if row["op"] in MARKERS)
     others = dict.fromkeys(row["implementation"] for row in record["rows"] if row["implementation"] != first)
     handles = [
-        *(_entry(name, "s", colour) for name, colour in colours.items()),
+        *(_entry(name, "s", color) for name, color in colors.items()),
         *(_entry(op, MARKERS[op], FAINT) for op in ops),
         _entry(first, "o", INK),
         *(_entry(name, "o", INK, hollow=True) for name in others),
@@ -71,13 +71,13 @@ def plot(record: dict, output: str) -> None:
 
 
 def _name(row):
-    """What a colour stands for: a compressor, or an op around it."""
+    """What a color stands for: a compressor, or an op around it."""
     return row["op"] if row["compressor"] == "-" else row["compressor"]
 
 
-def _entry(name, marker, colour, *, hollow=False, size=7):
+def _entry(name, marker, color, *, hollow=False, size=7):
     """A line of the legend."""
-    face = "none" if hollow else colour
+    face = "none" if hollow else color
     return Line2D(
-        [], [], linestyle="none", label=name, marker=marker, color=colour, markerfacecolor=face, markersize=size
+        [], [], linestyle="none", label=name, marker=marker, color=color, markerfacecolor=face, markersize=size
     )

@@ -22,7 +22,7 @@ class Verdict:
     """How a cache compares with exact keys.
 
     Attributes:
-      values: `[windows, D]`, what the cache holds, dequantised.
+      values: `[windows, D]`, what the cache holds, dequantized.
       exact: `[windows, D]`, what it stands for.
       error: `[windows, D]`, their distance as a fraction of what is allowed; above 1 is a fault.
       faults: a line for each kind of fault.
@@ -172,7 +172,7 @@ _E4M3[[0x7F, 0xFF]] = np.nan
 
 
 def _half_step(x, mantissa_bits, least_exponent):
-    """Half the distance between neighbours of a binary float around x."""
+    """Half the distance between neighbors of a binary float around x."""
     exponent = np.frexp(x)[1] - 1
     return 2.0 ** (np.maximum(np.where(x == 0, least_exponent, exponent), least_exponent) - mantissa_bits - 1)
 

@@ -34,9 +34,9 @@ def plot(verdicts: dict, lengths: list[int], output: str) -> None:
         windows = [n // config.compress_ratio for n in lengths]
         edges = [edge for edge in itertools.accumulate(windows[:-1]) if 0 < edge < MOST_KEYS]
         largest = np.percentile(np.abs(verdict.exact), 98) if verdict.exact.size else 1.0
-        colours = {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
-        _panel(row[0], verdict.values, edges, config, **colours)
-        keys = _panel(row[1], verdict.exact, edges, config, **colours)
+        colors = {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
+        _panel(row[0], verdict.values, edges, config, **colors)
+        keys = _panel(row[1], verdict.exact, edges, config, **colors)
         error = _panel(row[2], verdict.error, edges, config, cmap="magma", vmin=0, vmax=1)
         shown = min(len(verdict.exact), MOST_KEYS)
         row[0].set_ylabel(f"{name}\nkeys 0-{shown - 1} of {len(verdict.exact)}" if shown else name, fontsize=11)
@@ -53,11 +53,11 @@ def plot(verdicts: dict, lengths: list[int], output: str) -> None:
     plt.close(figure)
 
 
-def _panel(axis, image, edges, config, **colours):
+def _panel(axis, image, edges, config, **colors):
     """A heat map, keys downwards; a line where a request ends."""
     image = image[:MOST_KEYS]
     drawn = axis.imshow(
-        image if image.size else np.zeros((1, config.head_dim)), aspect="auto", interpolation="nearest", **colours
+        image if image.size else np.zeros((1, config.head_dim)), aspect="auto", interpolation="nearest", **colors
     )
     if not image.size:
         axis.text(0.5, 0.5, "no window closed", ha="center", va="center", transform=axis.transAxes, color=FAINT)

@@ -78,7 +78,7 @@ def norm_rope_insert_sparse_attn_cutedsl(
     config: CompressorConfig,
     kv_scale: jax.Array | float | None = None,
 ) -> jax.Array:
-    """The second of two launches: RMSNorm, RoPE, quantise, store.
+    """The second of two launches: RMSNorm, RoPE, quantize, store.
 
     After `compress_kv_sparse_attn_cutedsl`, the cache holds the bytes of `compress_norm_rope_store`.
 

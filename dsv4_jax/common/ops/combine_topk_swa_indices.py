@@ -1,26 +1,25 @@
 """`combine_topk_swa_indices` in Triton: a program writes some tokens' rows, 128 columns at a time."""
 
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from dsv4_jax.common.ops.launch import launch
-from dsv4_jax.common.reference import combine_topk_swa_indices as reference
+from dsv4_jax.common.ops.helpers.launch import launch
 
 TOKENS = 8  # of a program
+BLOCK = 128  # columns that it writes at once; a row of indices has a multiple of them
 REQUESTS = 256  # whose ends a program compares with its tokens at once
 
 
 def implement(
-    topk_indices, query_start_loc, seq_lens, gather_lens, *, window_size, compress_ratio, topk, M, N, platform
+    topk_indices, query_start_loc, seq_lens, gather_lens, *, window_size, compress_ratio, topk, M, N, outputs
 ):
     """See `dsv4_jax.combine_topk_swa_indices`."""
     tokens, columns = topk_indices.shape
     requests = seq_lens.shape[0]
-    options = {"window_size": window_size, "topk": topk}
+    indices, lens = outputs
     if tokens == 0 or requests == 0:
-        rest = {"compress_ratio": compress_ratio, "M": M, "N": N, "platform": platform}
-        return reference.implement(topk_indices, query_start_loc, seq_lens, gather_lens, **options, **rest)
-    indices, lens = reference.outputs(topk_indices, **options)
+        return jnp.full(indices.shape, -1, jnp.int32), jnp.zeros(lens.shape, jnp.int32)
     return launch(
         _combine_kernel,
         triton.cdiv(tokens, TOKENS),
@@ -32,7 +31,7 @@ def implement(
             "WINDOW": window_size,
             "RATIO": compress_ratio,
             "WIDTH": indices.shape[1],
-            "BLOCK": reference.ALIGN,
+            "BLOCK": BLOCK,
             "TOKENS": TOKENS,
             "REQUESTS": REQUESTS,
         },

@@ -10,21 +10,19 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from dsv4_jax.common.ops import online
-from dsv4_jax.common.ops.launch import launch
-from dsv4_jax.common.ops.norm_rope import key_arguments, key_factors, norm_rope
-from dsv4_jax.common.ops.quantise_store import store_key
+from dsv4_jax.common.ops import compress_online
+from dsv4_jax.common.ops.helpers.launch import launch
+from dsv4_jax.common.ops.helpers.norm_rope import key_arguments, key_factors, norm_rope
+from dsv4_jax.common.ops.helpers.quantize_store import store_key
+from dsv4_jax.common.ops.helpers.window import TILE, closing_window, has_rows, window_sum
 from dsv4_jax.common.ops.save_partial_states import save_rows
-from dsv4_jax.common.ops.window import TILE, closing_window, has_rows, window_sum
 
 
-def implement(
-    kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, save, platform
-):
+def implement(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, save):
     """See `dsv4_jax.compress`; without `kv_score`, and save="none", every row comes from the state cache."""
     if config.state == "online":
         arrays = kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale
-        return online.implement(*arrays, config=config)
+        return compress_online.implement(*arrays, config=config)
     tokens = metadata.positions.shape[0]
     windows = metadata.closing.shape[0] if kv_cache.shape[0] and cos_sin.shape[0] else 0
     saved = {"all": tokens, "tail": metadata.saving.shape[0], "none": 0}[save] if state_cache.shape[0] else 0

@@ -3,8 +3,8 @@
 from dsv4_jax.common.ops import compress
 
 
-def implement(state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, platform):
+def implement(state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config):
     """See `dsv4_jax.compress_norm_rope_store`."""
     args = None, None, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale
-    _, kv_cache = compress.implement(*args, config=config, save="none", platform=platform)
+    _, kv_cache = compress.implement(*args, config=config, save="none")
     return (kv_cache,)

@@ -1,26 +1,24 @@
 """`compute_global_topk_indices_and_lens` in Triton: a program takes some tokens' indices, a block at a time."""
 
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from dsv4_jax.common.ops.launch import launch
-from dsv4_jax.common.reference import compute_global_topk_indices_and_lens as reference
+from dsv4_jax.common.ops.helpers.launch import launch
 
 # Indices that a program holds at once: four loads of 16 bytes a thread.
 TILE = 2048
 
 
-def implement(topk_indices, token_to_req, block_table, is_valid_token, *, page_rows, platform):
+def implement(topk_indices, token_to_req, block_table, is_valid_token, *, page_rows, outputs):
     """See `dsv4_jax.compute_global_topk_indices_and_lens`."""
     tokens, topk = topk_indices.shape
     requests, columns = block_table.shape
     if topk_indices.size == 0 or block_table.size == 0:
-        return reference.implement(
-            topk_indices, token_to_req, block_table, is_valid_token, page_rows=page_rows, platform=platform
-        )
+        return jnp.full(topk_indices.shape, -1, jnp.int32), jnp.zeros(tokens, jnp.int32)
     block = min(triton.next_power_of_2(topk), TILE // 2)
     token_block = TILE // block
-    indices, lens = reference.outputs(topk_indices)
+    indices, lens = outputs
     return launch(
         _global_topk_kernel,
         triton.cdiv(tokens, token_block),
@@ -29,7 +27,7 @@ def implement(topk_indices, token_to_req, block_table, is_valid_token, *, page_r
         constants={
             "TOPK": topk,
             "PAGE_ROWS": page_rows,
-            "LAST_PAGE": reference.last_page(page_rows),
+            "LAST_PAGE": 2**31 // page_rows - 1,  # all of whose rows have an int32 number
             "TOKENS": token_block,
             "BLOCK": block,
         },

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from dsv4_jax.cache import page_stride
-from dsv4_jax.common.ops.launch import launch
-from dsv4_jax.common.ops.quantise_store import bf16_bits
+from dsv4_jax.common.ops.helpers.launch import launch
+from dsv4_jax.common.ops.helpers.quantize_store import bf16_bits
 
 # Channels of all rows that a program holds at a time.
 TILE = 4096
@@ -19,7 +19,7 @@ PROGRAMS_OF_REQUEST = 64
 
 
 def implement(
-    cache, seq_lens, block_table, gather_lens, offset, out, kv_scale, *, cache_format, page_rows, platform
+    cache, seq_lens, block_table, gather_lens, offset, out, kv_scale, *, cache_format, page_rows
 ):  # fmt: skip
     """See `dsv4_jax.dequantize_and_gather_k_cache`."""
     requests, length, head_dim = out.shape

@@ -4,23 +4,21 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from dsv4_jax.common.ops.heads import load_heads, store_heads, store_zeros, tiles
-from dsv4_jax.common.ops.launch import launch
-from dsv4_jax.common.ops.quantise_store import quantise_mxfp4, round_bf16, scale_blocks, scaled_fp8_code
-from dsv4_jax.common.ops.rope import rope_factors, rotate
-from dsv4_jax.common.reference.fused_indexer_q_rope_quant import outputs
+from dsv4_jax.common.ops.helpers.heads import load_heads, store_heads, store_zeros, tiles
+from dsv4_jax.common.ops.helpers.launch import launch
+from dsv4_jax.common.ops.helpers.quantize_store import quantize_mxfp4, round_bf16, scale_blocks, scaled_fp8_code
+from dsv4_jax.common.ops.helpers.rope import rope_factors, rotate
 
 
-def implement(positions, q, cos_sin, weights, *, softmax_scale, head_scale, use_fp4, platform):
+def implement(positions, q, cos_sin, weights, *, softmax_scale, head_scale, use_fp4, outputs):
     """See `dsv4_jax.fused_indexer_q_rope_quant`."""
-    results = outputs(positions, q, use_fp4=use_fp4)
     if q.size == 0 or cos_sin.shape[0] == 0:
-        return tuple(jnp.zeros(s.shape, s.dtype) for s in results)
+        return tuple(jnp.zeros(s.shape, s.dtype) for s in outputs)
     kernel = _indexer_q_fp4_kernel if use_fp4 else _indexer_q_fp8_kernel
     names = ("values", "scales", "weights_out") if use_fp4 else ("values", "weights_out")
     grid, options = tiles(q, cos_sin, positions)
     options["constants"] |= {"SOFTMAX_SCALE": softmax_scale, "HEAD_SCALE": head_scale}
-    return launch(kernel, grid, outputs=dict(zip(names, results, strict=True)), q=q, weights=weights, **options)
+    return launch(kernel, grid, outputs=dict(zip(names, outputs, strict=True)), q=q, weights=weights, **options)
 
 
 @triton.jit
@@ -52,7 +50,7 @@ def _indexer_q_fp4_kernel(
     x, first, count, position = load_heads(q, positions, HEADS, TILE, HEAD_DIM)
     if (position >= 0) & (position < table_rows):
         cos, sin = rope_factors(cos_sin, position, HEAD_DIM, ROPE_DIM)
-        codes, exponents = quantise_mxfp4(rotate(x, cos, sin, HEAD_DIM, ROPE_DIM), TILE * HEAD_DIM)
+        codes, exponents = quantize_mxfp4(rotate(x, cos, sin, HEAD_DIM, ROPE_DIM), TILE * HEAD_DIM)
         store_heads(values, codes, first, count, TILE, HEAD_DIM // 2)
         biased = (exponents + 127).to(tl.uint8)  # a byte a block, little end first
         store_heads(scales.to(tl.pointer_type(tl.uint8)), biased, first, count, TILE, HEAD_DIM // 32)

@@ -4,23 +4,22 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from dsv4_jax.common.ops.heads import load_heads, store_heads, store_zeros, tiles
-from dsv4_jax.common.ops.launch import launch
-from dsv4_jax.common.ops.quantise_store import bf16_bits, scale_blocks, scaled_fp8_code
-from dsv4_jax.common.ops.rope import rope_factors, rotate
-from dsv4_jax.common.reference.fused_inv_rope_fp8_quant import AMAX_MIN, outputs
+from dsv4_jax.common.ops.helpers.heads import load_heads, store_heads, store_zeros, tiles
+from dsv4_jax.common.ops.helpers.launch import launch
+from dsv4_jax.common.ops.helpers.quantize_store import bf16_bits, scale_blocks, scaled_fp8_code
+from dsv4_jax.common.ops.helpers.rope import rope_factors, rotate
+from dsv4_jax.common.reference.fused_inv_rope_fp8_quant import AMAX_MIN
 
 
-def implement(o, positions, cos_sin, *, quant_group_size, quantize, platform, **params):
+def implement(o, positions, cos_sin, *, quant_group_size, quantize, outputs, **_):
     """See `dsv4_jax.fused_inv_rope_fp8_quant`."""
-    results = outputs(o, quant_group_size=quant_group_size, quantize=quantize, **params)
     if o.size == 0 or cos_sin.shape[0] == 0:
-        return tuple(jnp.zeros(s.shape, s.dtype) for s in results)
+        return tuple(jnp.zeros(s.shape, s.dtype) for s in outputs)
     grid, options = tiles(o, cos_sin, positions)
     if not quantize:
-        return launch(_inv_rope_kernel, grid, outputs={"values": results[0]}, o=o, **options)
+        return launch(_inv_rope_kernel, grid, outputs={"values": outputs[0]}, o=o, **options)
     options["constants"] |= {"BLOCK": quant_group_size, "AMAX_MIN": AMAX_MIN}
-    named = dict(zip(("values", "scales"), results, strict=True))
+    named = dict(zip(("values", "scales"), outputs, strict=True))
     return launch(_inv_rope_quant_kernel, grid, outputs=named, o=o, **options)
 
 

@@ -1,17 +1,16 @@
-"""`fused_q_kv_rmsnorm` in Triton: a program normalises a few rows of q, or a few of kv."""
+"""`fused_q_kv_rmsnorm` in Triton: a program normalizes a few rows of q, or a few of kv."""
 
-import jax
 import triton
 import triton.language as tl
 
-from dsv4_jax.common.ops.launch import launch
-from dsv4_jax.common.ops.quantise_store import bf16_bits
-from dsv4_jax.common.ops.rms_norm import rms_norm
+from dsv4_jax.common.ops.helpers.launch import launch
+from dsv4_jax.common.ops.helpers.quantize_store import bf16_bits
+from dsv4_jax.common.ops.helpers.rms_norm import rms_norm
 
 TILE = 4096  # channels of a program, of 4 warps: 4 loads of 16 bytes in flight in each thread
 
 
-def implement(q, kv, q_weight, kv_weight, *, eps, platform):
+def implement(q, kv, q_weight, kv_weight, *, eps, outputs):
     """See `dsv4_jax.fused_q_kv_rmsnorm`."""
     tokens = q.shape[0]
     if tokens == 0:
@@ -22,7 +21,7 @@ def implement(q, kv, q_weight, kv_weight, *, eps, platform):
     return launch(
         _q_kv_norm_kernel,
         q_programs + triton.cdiv(tokens, kv_rows),
-        outputs={"q_out": jax.ShapeDtypeStruct(q.shape, q.dtype), "kv_out": jax.ShapeDtypeStruct(kv.shape, kv.dtype)},
+        outputs=dict(zip(("q_out", "kv_out"), outputs, strict=True)),
         num_warps=min(16, max(4, max(q_block, kv_block) // 1024)),
         constants={
             "Q_WIDTH": q.shape[1],

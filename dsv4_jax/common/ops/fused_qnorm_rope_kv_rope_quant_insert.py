@@ -1,25 +1,24 @@
 """`fused_qnorm_rope_kv_rope_quant_insert` in Triton: of a token, a program for every few heads and one for its key."""
 
-import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
 from dsv4_jax.cache import page_stride
-from dsv4_jax.common.ops.launch import launch
-from dsv4_jax.common.ops.quantise_store import bf16_bits, store_key
-from dsv4_jax.common.ops.rms_norm import rms_norm
-from dsv4_jax.common.ops.rope import rope_factors, rotate
+from dsv4_jax.common.ops.helpers.launch import launch
+from dsv4_jax.common.ops.helpers.quantize_store import bf16_bits, store_key
+from dsv4_jax.common.ops.helpers.rms_norm import rms_norm
+from dsv4_jax.common.ops.helpers.rope import rope_factors, rotate
 
 TILE = 8  # heads of a program, of 4 warps: 4 loads of 16 bytes in flight in each thread
 
 
 def implement(
-    q, kv, cache, slots, positions, cos_sin, kv_scale, *, eps, padded_heads, cache_format, page_rows, platform
+    q, kv, cache, slots, positions, cos_sin, kv_scale, *, eps, padded_heads, cache_format, page_rows, outputs
 ):
     """See `dsv4_jax.fused_qnorm_rope_kv_rope_quant_insert`."""
     tokens, heads, head_dim = q.shape
-    out = jax.ShapeDtypeStruct((tokens, padded_heads, head_dim), jnp.bfloat16)
+    (out,) = outputs
     if tokens == 0 or cos_sin.shape[0] == 0:
         return cache, jnp.zeros(out.shape, out.dtype)
     programs = triton.cdiv(padded_heads, TILE) + 1
@@ -80,7 +79,7 @@ def _write_heads(
     token, head, q, positions, cos_sin, out, table_rows,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Some of a token's heads, normalised and rotated; zeros for those past HEADS."""
+    """Some of a token's heads, normalized and rotated; zeros for those past HEADS."""
     channel = tl.arange(0, HEAD_DIM)
     real = (head < HEADS)[:, None]
     # Not held up by the position: nearly all tokens have one.

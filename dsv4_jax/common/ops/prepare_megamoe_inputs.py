@@ -1,4 +1,4 @@
-"""`prepare_megamoe_inputs` in Triton, one launch: programs that quantise a stretch of `hidden`, then those that route.
+"""`prepare_megamoe_inputs` in Triton, one launch: programs that quantize a stretch of `hidden`, then those that route.
 
 Blocks of 32 channels do not cross rows, so `hidden` is taken as one long row of them.
 """
@@ -6,25 +6,25 @@ Blocks of 32 channels do not cross rows, so `hidden` is taken as one long row of
 import triton
 import triton.language as tl
 
-from dsv4_jax.common.ops.launch import launch
-from dsv4_jax.common.ops.quantise_store import fp8_code, scale_blocks
+from dsv4_jax.common.ops.helpers.launch import launch
+from dsv4_jax.common.ops.helpers.quantize_store import fp8_code, scale_blocks
 from dsv4_jax.common.reference import prepare_megamoe_inputs as reference
 
-BLOCKS = 128  # that a program quantises: 8 KB of bfloat16
+BLOCKS = 128  # that a program quantizes: 8 KB of bfloat16
 TOKENS = 128  # that a program routes
 
 
-def implement(hidden, topk_weights, topk_ids, is_padding, *, platform):
+def implement(hidden, topk_weights, topk_ids, is_padding, *, outputs):
     """See `dsv4_jax.prepare_megamoe_inputs`."""
     tokens, topk = topk_weights.shape
-    x, scales, ids, weights = reference.outputs(hidden, topk_weights)
+    x, scales, ids, weights = outputs
     if hidden.size == 0 or topk == 0:
-        return reference.implement(hidden, topk_weights, topk_ids, is_padding, platform=platform)
+        return reference.implement(hidden, topk_weights, topk_ids, is_padding, outputs=outputs)
     blocks = hidden.size // reference.BLOCK
-    quantising = triton.cdiv(blocks, BLOCKS)
+    quantizing = triton.cdiv(blocks, BLOCKS)
     return launch(
         _prepare_kernel,
-        quantising + triton.cdiv(tokens, TOKENS),
+        quantizing + triton.cdiv(tokens, TOKENS),
         outputs={"x": x, "scales": scales, "ids": ids, "weights": weights},
         num_warps=4,
         constants={
@@ -41,19 +41,19 @@ def implement(hidden, topk_weights, topk_ids, is_padding, *, platform):
         # Triton wants an array for every pointer; this one is then not read.
         is_padding=topk_ids if is_padding is None else is_padding,
         quads=blocks // 4,
-        quantising=quantising,
+        quantizing=quantizing,
         tokens=tokens,
     )
 
 
 @triton.jit
 def _prepare_kernel(
-    hidden, topk_weights, topk_ids, is_padding, x, scales, ids, weights, quads, quantising, tokens,
+    hidden, topk_weights, topk_ids, is_padding, x, scales, ids, weights, quads, quantizing, tokens,
     PADDING: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
-    if index < quantising:
+    if index < quantizing:
         CHANNELS: tl.constexpr = BLOCKS * BLOCK
         # A multiple of four blocks, which lets the compiler use vectors under the masks.
         blocks = tl.minimum(quads - index * (BLOCKS // 4), BLOCKS // 4) * 4
@@ -66,7 +66,7 @@ def _prepare_kernel(
         scale = scales.to(tl.pointer_type(tl.uint8)) + index.to(tl.int64) * BLOCKS + block
         tl.store(scale, (exponents + 127).to(tl.uint8), mask=block < blocks)
     else:
-        token = (index - quantising) * TOKENS + tl.arange(0, TOKENS)
+        token = (index - quantizing) * TOKENS + tl.arange(0, TOKENS)
         expert = tl.arange(0, TOPK_PAD)[None, :]
         real = (token < tokens)[:, None] & (expert < TOPK)
         at = token.to(tl.int64)[:, None] * TOPK + expert

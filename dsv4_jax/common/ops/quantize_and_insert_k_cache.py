@@ -4,13 +4,13 @@ import triton
 import triton.language as tl
 
 from dsv4_jax.cache import page_stride
-from dsv4_jax.common.ops.launch import launch
-from dsv4_jax.common.ops.quantise_store import store_keys
+from dsv4_jax.common.ops.helpers.launch import launch
+from dsv4_jax.common.ops.helpers.quantize_store import store_keys
 
 TILE = 1024  # channels of all keys of a program, a warp: four loads of 16 bytes of bfloat16 in each thread
 
 
-def implement(k, cache, slots, kv_scale, *, cache_format, page_rows, platform):
+def implement(k, cache, slots, kv_scale, *, cache_format, page_rows):
     """See `dsv4_jax.quantize_and_insert_k_cache`."""
     tokens, head_dim = k.shape
     pages = cache.shape[0]

@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from dsv4_jax.common.ops.launch import launch
+from dsv4_jax.common.ops.helpers.launch import launch
 
 
-def implement(kv, score, ape, positions, state_cache, slot_mapping, *, platform):
+def implement(kv, score, ape, positions, state_cache, slot_mapping):
     """See `dsv4_jax.save_partial_states`."""
     tokens, width = kv.shape
     pages, page_rows, _ = state_cache.shape

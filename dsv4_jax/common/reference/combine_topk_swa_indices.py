@@ -91,11 +91,11 @@ def combine_topk_swa_indices(
 
 
 def implement(
-    topk_indices, query_start_loc, seq_lens, gather_lens, *, window_size, compress_ratio, topk, M, N, platform
+    topk_indices, query_start_loc, seq_lens, gather_lens, *, window_size, compress_ratio, topk, M, N, outputs
 ):
     """The op in plain JAX."""
     tokens, requests = topk_indices.shape[0], seq_lens.shape[0]
-    indices, lens = outputs(topk_indices, window_size=window_size, topk=topk)
+    indices, lens = outputs
     if requests == 0:
         return jnp.full(indices.shape, -1, jnp.int32), jnp.zeros(lens.shape, jnp.int32)
     token = query_start_loc[0] + jnp.arange(tokens, dtype=jnp.int32)

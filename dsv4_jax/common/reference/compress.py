@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax import checks
-from dsv4_jax.common.reference import online
 from dsv4_jax.common.reference.compress_norm_rope_store import check_store, store_keys
+from dsv4_jax.common.reference.helpers import online
 from dsv4_jax.common.reference.save_partial_states import set_rows, store_states
 from dsv4_jax.config import CompressorConfig
 from dsv4_jax.metadata import CompressorMetadata
@@ -81,9 +81,7 @@ def compress(
     return state_cache, kv_cache
 
 
-def implement(
-    kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, save, platform
-):
+def implement(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, save):
     """The op in plain JAX."""
     if kv_score.shape[0] == 0:
         return state_cache, kv_cache

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax import checks
-from dsv4_jax.common.reference.window import normalised_keys
+from dsv4_jax.common.reference.helpers.window import normalized_keys
 from dsv4_jax.config import CompressorConfig
 from dsv4_jax.metadata import CompressorMetadata
 from dsv4_jax.op import Op
@@ -23,7 +23,7 @@ def compress_norm_rope_store(
     kv_scale: jax.Array | float | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Gated softmax over each closed window, RMSNorm, RoPE, quantise, store.
+    """Gated softmax over each closed window, RMSNorm, RoPE, quantize, store.
 
     The states of the whole window must be in the state cache; `compress` also takes them from the batch. A window
     whose position lies past the RoPE table, or that has no row at all, writes nothing.
@@ -53,16 +53,16 @@ def compress_norm_rope_store_triton(*args, **options) -> jax.Array:
     return compress_norm_rope_store(*args, implementation="triton", **options)
 
 
-def implement(state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, platform):
+def implement(state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config):
     """The op in plain JAX."""
     return (store_keys(None, None, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, config=config),)
 
 
 def store_keys(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config):
-    """Makes the keys of the closing windows, quantises and stores them."""
+    """Makes the keys of the closing windows, quantizes and stores them."""
     if not (metadata.closing.size and kv_cache.size and cos_sin.size):
         return kv_cache
-    keys, slots = normalised_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, config=config)
+    keys, slots = normalized_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, config=config)
     values, scales = config.format.pack(keys, kv_scale)
     return config.format.store(kv_cache, values, scales, slots, config.kv_page_rows)
 

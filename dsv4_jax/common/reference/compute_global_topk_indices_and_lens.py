@@ -51,7 +51,7 @@ def compute_global_topk_indices_and_lens(
     return indices, lens
 
 
-def implement(topk_indices, token_to_req, block_table, is_valid_token, *, page_rows, platform):
+def implement(topk_indices, token_to_req, block_table, is_valid_token, *, page_rows, outputs):
     """The op in plain JAX."""
     requests, columns = block_table.shape
     if block_table.size == 0:

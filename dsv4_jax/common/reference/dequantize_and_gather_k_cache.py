@@ -83,7 +83,7 @@ def dequantize_and_gather_k_cache(
 
 
 def implement(
-    cache, seq_lens, block_table, gather_lens, offset, out, kv_scale, *, cache_format, page_rows, platform
+    cache, seq_lens, block_table, gather_lens, offset, out, kv_scale, *, cache_format, page_rows
 ):  # fmt: skip
     """The op in plain JAX."""
     columns = block_table.shape[1]

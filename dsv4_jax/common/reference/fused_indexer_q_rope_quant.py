@@ -6,7 +6,7 @@ from jax import lax
 
 from dsv4_jax import checks
 from dsv4_jax.cache import CACHE_FORMATS, ROPE_DIM
-from dsv4_jax.common.reference.rope import rope
+from dsv4_jax.common.reference.helpers.rope import rope
 from dsv4_jax.op import Op
 
 HEAD_DIM = 128
@@ -35,10 +35,10 @@ def fused_indexer_q_rope_quant(
     *,
     implementation: str | None = None,
 ) -> tuple[jax.Array | tuple[jax.Array, jax.Array], jax.Array]:
-    """RoPE of the last 64 channels of each head at the token's own position, quantised as the indexer's keys are.
+    """RoPE of the last 64 channels of each head at the token's own position, quantized as the indexer's keys are.
 
     The rotation is in float32, as interleaved pairs: `even' = even·cos - odd·sin`, `odd' = odd·cos + even·sin`. All
-    channels are then rounded to bfloat16 and quantised by the rules of the cache formats `indexer_fp8` and
+    channels are then rounded to bfloat16 and quantized by the rules of the cache formats `indexer_fp8` and
     `indexer_mxfp4`. In fp8 a head has one scale, a power of two, which only its weight carries:
     `weights · scale · softmax_scale · head_scale`, multiplied in this order in float32. In MXFP4 scales are an array of
     their own, and weights become `weights · softmax_scale · head_scale`.
@@ -77,10 +77,10 @@ def fused_indexer_q_rope_quant(
     return (values, scales[0]) if use_fp4 else values, weights
 
 
-def implement(positions, q, cos_sin, weights, *, softmax_scale, head_scale, use_fp4, platform):
+def implement(positions, q, cos_sin, weights, *, softmax_scale, head_scale, use_fp4, outputs):
     """The op in plain JAX."""
     if q.size == 0 or cos_sin.shape[0] == 0:
-        return tuple(jnp.zeros(s.shape, s.dtype) for s in outputs(positions, q, use_fp4=use_fp4))
+        return tuple(jnp.zeros(s.shape, s.dtype) for s in outputs)
     values, scales = CACHE_FORMATS["indexer_mxfp4" if use_fp4 else "indexer_fp8"].pack(
         rope(q.astype(jnp.float32), cos_sin, positions)
     )

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv4_jax import checks
-from dsv4_jax.cache import ROPE_DIM, bf16, e8m0, pow2, quantise_fp8
-from dsv4_jax.common.reference.rope import rope
+from dsv4_jax.cache import ROPE_DIM, bf16, e8m0, pow2, quantize_fp8
+from dsv4_jax.common.reference.helpers.rope import rope
 from dsv4_jax.op import Op
 
 HEAD_DIM = 512
@@ -90,16 +90,16 @@ def fused_inv_rope_fp8_quant(
     return (results[0], results[1]) if quantize else results[0]
 
 
-def implement(o, positions, cos_sin, *, platform, **params):
+def implement(o, positions, cos_sin, *, outputs, **params):
     """The op in plain JAX."""
-    shapes = outputs(o, **params)
+    shapes = outputs
     if o.size == 0 or cos_sin.shape[0] == 0:
         return tuple(jnp.zeros(s.shape, s.dtype) for s in shapes)
     x = rope(o.astype(jnp.float32), cos_sin, positions, inverse=True).reshape(shapes[0].shape)  # group after group
     inside = ((positions >= 0) & (positions < cos_sin.shape[0]))[:, None, None]
     if not params["quantize"]:
         return (jnp.where(inside, bf16(x), 0),)
-    values, e = quantise_fp8(x, params["quant_group_size"], AMAX_MIN)
+    values, e = quantize_fp8(x, params["quant_group_size"], AMAX_MIN)
     values = lax.bitcast_convert_type(jnp.where(inside, values, 0), jnp.float8_e4m3fn)
     if params["tma_aligned_scales"]:
         scales = lax.bitcast_convert_type(e8m0(e).reshape(*e.shape[:2], -1, 4), jnp.int32)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from dsv4_jax import checks
 from dsv4_jax.cache import bf16
-from dsv4_jax.common.reference.rms_norm import rms_norm
+from dsv4_jax.common.reference.helpers.rms_norm import rms_norm
 from dsv4_jax.op import Op
 
 _op = Op("fused_q_kv_rmsnorm", outputs=lambda q, kv, *_, **__: (_like(q), _like(kv)))
@@ -34,7 +34,7 @@ def fused_q_kv_rmsnorm(
       implementation: "xla", "triton" or None: the platform switch chooses.
 
     Returns:
-      q and kv, normalised, of the shapes and dtypes that they had.
+      q and kv, normalized, of the shapes and dtypes that they had.
     """
     q = checks.array("q", q, ("T", "Dq"), checks.FLOATS)
     kv = checks.array("kv", kv, (q.shape[0], "Dkv"), checks.FLOATS)
@@ -48,12 +48,12 @@ def fused_q_kv_rmsnorm(
     return q, kv
 
 
-def implement(q, kv, q_weight, kv_weight, *, eps, platform):
+def implement(q, kv, q_weight, kv_weight, *, eps, outputs):
     """The op in plain JAX."""
-    return _normalised(q, q_weight, eps), _normalised(kv, kv_weight, eps)
+    return _normalized(q, q_weight, eps), _normalized(kv, kv_weight, eps)
 
 
-def _normalised(x, weight, eps):
+def _normalized(x, weight, eps):
     y = rms_norm(x, weight, eps)
     return bf16(y) if x.dtype == jnp.bfloat16 else y
 

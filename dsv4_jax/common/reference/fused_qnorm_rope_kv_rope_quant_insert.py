@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from dsv4_jax import checks
 from dsv4_jax.cache import CACHE_FORMATS, ROPE_DIM, bf16
-from dsv4_jax.common.reference.rms_norm import rms_norm
-from dsv4_jax.common.reference.rope import rope
+from dsv4_jax.common.reference.helpers.rms_norm import rms_norm
+from dsv4_jax.common.reference.helpers.rope import rope
 from dsv4_jax.op import Op
 
 HEAD_DIM = 512
@@ -36,7 +36,7 @@ def fused_qnorm_rope_kv_rope_quant_insert(
     kv_scale: jax.Array | float | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Per-head RMSNorm and RoPE of q, RoPE of kv, which is quantised and stored in the cache.
+    """Per-head RMSNorm and RoPE of q, RoPE of kv, which is quantized and stored in the cache.
 
     Each head of q becomes `x · rsqrt(mean(x²) + eps)`, without a weight; then the last 64 channels of q and of kv are
     rotated as interleaved pairs at the token's own position. float32 inside; q is rounded once, to bfloat16, kv as
@@ -88,7 +88,7 @@ def fused_qnorm_rope_kv_rope_quant_insert(
 
 
 def implement(
-    q, kv, cache, slots, positions, cos_sin, kv_scale, *, eps, padded_heads, cache_format, page_rows, platform
+    q, kv, cache, slots, positions, cos_sin, kv_scale, *, eps, padded_heads, cache_format, page_rows, outputs
 ):
     """The op in plain JAX."""
     tokens, heads, _ = q.shape

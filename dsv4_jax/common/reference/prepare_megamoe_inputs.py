@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv4_jax import checks
-from dsv4_jax.cache import e8m0, quantise_fp8
+from dsv4_jax.cache import e8m0, quantize_fp8
 from dsv4_jax.op import Op
 
 BLOCK = 32  # channels under one scale
@@ -33,7 +33,7 @@ def prepare_megamoe_inputs(
     *,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Quantises `hidden` to fp8 with a power-of-two scale for 32 channels, and routes padding to no expert.
+    """Quantizes `hidden` to fp8 with a power-of-two scale for 32 channels, and routes padding to no expert.
 
     A block's scale is `2 ** ceil(log2(max(amax, 1e-4) / 448))`, exactly; 1e-4 is vLLM's bound, so that a block of zeros
     has the scale 2**-22, byte 105. In amax NaN counts as infinity, and infinity as the largest finite bfloat16. Values
@@ -43,7 +43,7 @@ def prepare_megamoe_inputs(
       hidden: `[T, K]` bfloat16, K a multiple of 128.
       topk_weights: `[T, k]` float32, the weight of each of a token's experts.
       topk_ids: `[T, k]` int32, which experts; negative: none.
-      is_padding: `[T]` bool, the rows that belong to no token; none by default. Their hidden states are quantised too.
+      is_padding: `[T]` bool, the rows that belong to no token; none by default. Their hidden states are quantized too.
       implementation: "xla", "triton" or None: the platform switch chooses.
 
     Returns:
@@ -64,10 +64,10 @@ def prepare_megamoe_inputs(
     return x, scales, ids, weights
 
 
-def implement(hidden, topk_weights, topk_ids, is_padding, *, platform):
+def implement(hidden, topk_weights, topk_ids, is_padding, *, outputs):
     """The op in plain JAX."""
     tokens, width = hidden.shape
-    codes, exponents = quantise_fp8(hidden.astype(jnp.float32), BLOCK)
+    codes, exponents = quantize_fp8(hidden.astype(jnp.float32), BLOCK)
     x = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
     scales = lax.bitcast_convert_type(e8m0(exponents).reshape(tokens, width // (4 * BLOCK), 4), jnp.int32)
     ids = jnp.maximum(topk_ids, -1)

@@ -21,7 +21,7 @@ def quantize_and_insert_k_cache(
     kv_scale: jax.Array | float | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Quantises keys that have had their RMSNorm and RoPE, and stores each at its slot.
+    """Quantizes keys that have had their RMSNorm and RoPE, and stores each at its slot.
 
     The bytes of a row, of one that is not finite too, are those of `CacheFormat.pack`: for `fp8_ds_mla` the first 448
     channels are rounded to bfloat16 and, in blocks of 64, to `fp8(x / 2**e)`, `e = ceil(log2(max(amax, 1e-4) / 448))`,
@@ -53,7 +53,7 @@ def quantize_and_insert_k_cache(
     return cache
 
 
-def implement(k, cache, slots, kv_scale, *, cache_format, page_rows, platform):
+def implement(k, cache, slots, kv_scale, *, cache_format, page_rows):
     """The op in plain JAX."""
     if not (k.size and cache.size):
         return (cache,)

@@ -47,7 +47,7 @@ def save_partial_states(
     return state_cache
 
 
-def implement(kv, score, ape, positions, state_cache, slot_mapping, *, platform):
+def implement(kv, score, ape, positions, state_cache, slot_mapping):
     """The op in plain JAX."""
     return (store_states(state_cache, kv, score, ape, positions, slot_mapping),)
 

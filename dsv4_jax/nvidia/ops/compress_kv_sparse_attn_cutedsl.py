@@ -1,8 +1,8 @@
-"""The first of the two launches, see `sparse_attn_compress_cutedsl`."""
+"""The first of the two launches, see `compress`."""
 
 from dsv4_jax.nvidia.ops import support
 
 
-def implement(state_cache, metadata, *, config, platform):
+def implement(state_cache, metadata, *, config, outputs):
     """See `dsv4_jax.compress_kv_sparse_attn_cutedsl`."""
     return (support.kernels(config).compress_kv(state_cache, metadata, config=config),)

@@ -5,11 +5,11 @@ import cutlass.cute as cute
 import jax
 from cutlass.jax import cutlass_call
 
-from dsv4_jax.nvidia.ops.launch import STREAM, Arguments
+from dsv4_jax.nvidia.ops.helpers.launch import STREAM, Arguments
 
 
 def run(call):
-    """Launches a `sparse_attn_compress_cutedsl.Call`; returns the updated arrays."""
+    """Launches a `compress.Call`; returns the updated arrays."""
     names = tuple(call.arrays)
     launch = cutlass_call(
         _launch,

@@ -64,9 +64,9 @@ def kernels(config):
     if why := why_not(config):
         raise NotImplementedError(f"implementation='cutedsl': {why}")
     require_libraries()
-    from dsv4_jax.nvidia.ops import sparse_attn_compress_cutedsl
+    from dsv4_jax.nvidia.ops import compress
 
-    return sparse_attn_compress_cutedsl
+    return compress
 
 
 def installed() -> str:

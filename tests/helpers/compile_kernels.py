@@ -1,6 +1,7 @@
 """Compiles every Triton kernel, as the ops launch it, for one GPU target; needs no GPU.
 
-`python tests/compile_kernels.py cuda 90 32` prints a line a kernel: name, binary's bytes. Run without TRITON_INTERPRET.
+`python tests/helpers/compile_kernels.py cuda 90 32` prints the name of each kernel and the bytes of its binary. Run it
+without TRITON_INTERPRET.
 """
 
 import itertools
@@ -23,18 +24,18 @@ from dsv4_jax.common.ops import (
     fused_inv_rope_fp8_quant,
     fused_q_kv_rmsnorm,
     fused_qnorm_rope_kv_rope_quant_insert,
-    launch,
     prepare_megamoe_inputs,
     quantize_and_insert_k_cache,
     save_partial_states,
 )
+from dsv4_jax.common.ops.helpers import launch
 
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "int32": "i32", "uint8": "u8", "float8_e4m3fn": "fp8e4nv", "bool": "i1"}
 BINARY = {"cuda": "cubin", "hip": "hsaco"}
 
 
 def compile_launches(target: GPUTarget) -> dict:
-    """Binary sizes by kernel name and specialisation."""
+    """Binary sizes by kernel name and specialization."""
     compiled = {}
 
     def record(kernel, grid, updates, outputs, num_warps, constants, args):
@@ -74,7 +75,7 @@ def compile_launches(target: GPUTarget) -> dict:
     jax.eval_shape(_topk_indices)
     jax.eval_shape(_megamoe)
     jax.eval_shape(_rotated_heads)
-    jax.eval_shape(_normalised_queries)
+    jax.eval_shape(_normalized_queries)
     jax.eval_shape(_keys_in_and_out)
     return compiled
 
@@ -96,8 +97,8 @@ def _run(config, dtype, save, requests=1):
     cache = config.format.allocate(8, config.kv_page_rows)
     norm, cos_sin = jnp.ones(config.head_dim, dtype), jnp.zeros((tokens, 64))
     scale = jnp.float32(1) if config.format.needs_scale else None
-    rest = {"config": config, "platform": "cuda"}
-    save_partial_states.implement(kv, score, ape, metadata.positions, states, metadata.slot_mapping, platform="cuda")
+    rest = {"config": config}
+    save_partial_states.implement(kv, score, ape, metadata.positions, states, metadata.slot_mapping)
     compress_norm_rope_store.implement(states, cache, metadata, norm, cos_sin, scale, **rest)
     return compress.implement(kv_score, ape, states, cache, metadata, norm, cos_sin, scale, save=save, **rest)
 
@@ -119,7 +120,7 @@ def _online():
             states, cache = jnp.zeros((8, page_rows, config.state_width)), config.format.allocate(8, 2)
             arrays = jnp.zeros((tokens, 2 * config.width), dtype), jnp.zeros((128, config.width)), states, cache
             weights = jnp.ones(512, dtype), jnp.zeros((tokens, 64)), None
-            compress.implement(*arrays, metadata, *weights, config=config, save="tail", platform="cuda")
+            compress.implement(*arrays, metadata, *weights, config=config, save="tail")
 
 
 def _save_other_widths():
@@ -127,15 +128,15 @@ def _save_other_widths():
     for width in (16, 768, 1000):
         arrays = jnp.zeros((4, width)), jnp.zeros((4, width)), jnp.zeros((4, width)), jnp.zeros(4, jnp.int32)
         rest = jnp.zeros((2, 4, 2 * width)), jnp.zeros(4, jnp.int32)
-        save_partial_states.implement(*arrays, *rest, platform="cuda")
+        save_partial_states.implement(*arrays, *rest)
 
 
 def _topk_indices():
     i32 = lambda *shape: jnp.zeros(shape, jnp.int32)
     for topk in (3, 512, 2048):
         arrays = i32(9, topk), i32(9), i32(2, 5), jnp.zeros(9, bool)
-        compute_global_topk_indices_and_lens.implement(*arrays, page_rows=64, platform="cuda")
-        options = {"window_size": 128, "compress_ratio": 4, "M": 100, "N": 60, "platform": "cuda"}
+        compute_global_topk_indices_and_lens.implement(*arrays, page_rows=64)
+        options = {"window_size": 128, "compress_ratio": 4, "M": 100, "N": 60}
         for used in (0, topk):
             combine_topk_swa_indices.implement(i32(9, topk), i32(3), i32(2), i32(2), topk=used, **options)
 
@@ -143,25 +144,25 @@ def _topk_indices():
 def _megamoe():
     for padding in (None, jnp.zeros(9, bool)):
         hidden, weights, ids = jnp.zeros((9, 4096), jnp.bfloat16), jnp.zeros((9, 6)), jnp.zeros((9, 6), jnp.int32)
-        prepare_megamoe_inputs.implement(hidden, weights, ids, padding, platform="cuda")
+        prepare_megamoe_inputs.implement(hidden, weights, ids, padding)
 
 
 def _rotated_heads():
-    """The ops that rotate and quantise the heads of queries and of attention's output."""
+    """The ops that rotate and quantize the heads of queries and of attention's output."""
     positions, cos_sin = jnp.zeros(9, jnp.int32), jnp.zeros((20, 64))
     for heads, dtype, use_fp4 in ((64, jnp.bfloat16, False), (64, jnp.bfloat16, True), (3, jnp.float32, False)):
         q, weights = jnp.zeros((9, heads, 128), dtype), jnp.zeros((9, heads), dtype)
-        options = {"softmax_scale": 128**-0.5, "head_scale": heads**-0.5, "use_fp4": use_fp4, "platform": "cuda"}
+        options = {"softmax_scale": 128**-0.5, "head_scale": heads**-0.5, "use_fp4": use_fp4}
         fused_indexer_q_rope_quant.implement(positions, q, cos_sin, weights, **options)
     for heads, packed, size in ((64, False, 128), (64, True, 128), (6, True, 32)):
         o = jnp.zeros((9, heads, 512), jnp.bfloat16)
-        options = {"n_groups": heads // 2, "quant_group_size": size, "tma_aligned_scales": packed, "platform": "cuda"}
+        options = {"n_groups": heads // 2, "quant_group_size": size, "tma_aligned_scales": packed}
         fused_inv_rope_fp8_quant.implement(o, positions, cos_sin, quantize=True, **options)
         fused_inv_rope_fp8_quant.implement(o, positions, cos_sin, quantize=False, **options)
 
 
-def _normalised_queries():
-    """The RMSNorms of q and kv; heads normalised and rotated, keys stored."""
+def _normalized_queries():
+    """The RMSNorms of q and kv; heads normalized and rotated, keys stored."""
     for dtype, tokens, widths in (
         (jnp.bfloat16, 9, (1024, 512)),
         (jnp.bfloat16, 9, (1536, 512)),
@@ -169,12 +170,12 @@ def _normalised_queries():
         (jnp.bfloat16, 1, (1000, 5000)),
     ):
         arrays = *(jnp.zeros((tokens, w), dtype) for w in widths), *(jnp.ones(w) for w in widths)
-        fused_q_kv_rmsnorm.implement(*arrays, eps=1e-6, platform="cuda")
+        fused_q_kv_rmsnorm.implement(*arrays, eps=1e-6)
     for fmt, heads, padded_heads in (("fp8_ds_mla", 64, 64), ("bf16", 3, 11), ("fp8", 128, 128)):
         q, kv = jnp.zeros((9, heads, 512), jnp.bfloat16), jnp.zeros((9, 512), jnp.bfloat16)
         cache, indices = CACHE_FORMATS[fmt].allocate(8, 64), jnp.zeros(9, jnp.int32)
         scale = jnp.float32(1) if fmt == "fp8" else None
-        options = {"padded_heads": padded_heads, "cache_format": fmt, "page_rows": 64, "eps": 1e-6, "platform": "cuda"}
+        options = {"padded_heads": padded_heads, "cache_format": fmt, "page_rows": 64, "eps": 1e-6}
         arrays = q, kv, cache, indices, indices, jnp.zeros((20, 64)), scale
         fused_qnorm_rope_kv_rope_quant_insert.implement(*arrays, **options)
 
@@ -185,7 +186,7 @@ def _keys_in_and_out():
     for name, fmt in CACHE_FORMATS.items():
         scale = jnp.float32(1) if fmt.needs_scale else None
         for page_rows, dtype in ((64, jnp.bfloat16), (3, jnp.float32)):
-            options = {"cache_format": name, "page_rows": page_rows, "platform": "cuda"}
+            options = {"cache_format": name, "page_rows": page_rows}
             k, out = jnp.zeros((9, fmt.head_dim), dtype), jnp.zeros((2, 300, fmt.head_dim), jnp.bfloat16)
             cache = fmt.allocate(8, page_rows, page_bytes=page_rows * fmt.row_bytes if fmt.packed else None)
             quantize_and_insert_k_cache.implement(k, cache, i32(9), scale, **options)

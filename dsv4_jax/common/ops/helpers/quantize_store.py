@@ -12,7 +12,7 @@ def store_key(
     x, slot, kv_cache, kv_scale,
     FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr, PAGE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Quantises a key `[HEAD_DIM]` float32 and stores it at its slot of a cache of `FORMAT`."""
+    """Quantizes a key `[HEAD_DIM]` float32 and stores it at its slot of a cache of `FORMAT`."""
     slots = slot + tl.zeros((1,), tl.int32)
     store_keys(x, slots, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES, 1)
 
@@ -23,7 +23,7 @@ def store_keys(
     FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr, PAGE_BYTES: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Quantises keys `[ROWS * HEAD_DIM]`, float32 or bfloat16, and stores those whose slot `[ROWS]` is not negative."""
+    """Quantizes keys `[ROWS * HEAD_DIM]`, float32 or bfloat16, and stores those whose slot `[ROWS]` is not negative."""
     page = (kv_cache.to(tl.pointer_type(tl.uint8)) + (slots // KV_PAGE_ROWS).to(tl.int64) * PAGE_BYTES)[:, None]
     row = (slots % KV_PAGE_ROWS).to(tl.int64)[:, None]
     wanted = (slots >= 0)[:, None]
@@ -84,14 +84,14 @@ def _store_indexer_mxfp4(
 ):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
     BLOCKS: tl.constexpr = HEAD_DIM // 32
-    values, exponents = quantise_mxfp4(x, ROWS * HEAD_DIM)
+    values, exponents = quantize_mxfp4(x, ROWS * HEAD_DIM)
     tl.store(page + row * HALF + tl.arange(0, HALF)[None, :], tl.reshape(values, (ROWS, HALF)), mask=wanted)
     scales = page + KV_PAGE_ROWS * HALF + row * BLOCKS + tl.arange(0, BLOCKS)[None, :]
     tl.store(scales, (tl.reshape(exponents, (ROWS, BLOCKS)) + 127).to(tl.uint8), mask=wanted)
 
 
 @triton.jit
-def quantise_mxfp4(x, DIM: tl.constexpr):
+def quantize_mxfp4(x, DIM: tl.constexpr):
     """x `[DIM]` as bytes of two E2M1, the even channel in the low nibble, and each 32 channels' scale exponent."""
     x, exponents = scale_blocks(round_bf16(x), 32, 6.0, 7.052966104933725e-38, DIM)  # 6 * 2**-126
     if tl.max(exponents, axis=0) >= 126:  # where an infinity or a NaN may be

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dsv4_jax.common.ops.softmax import fold, merge, softmax_sum
+from dsv4_jax.common.ops.helpers.softmax import fold, merge, softmax_sum
 
 # Elements of a window that one program holds: 32 KB of kv and score.
 TILE = 4096
@@ -127,7 +127,7 @@ def _columns(element, channels, ape, RATIO: tl.constexpr, HEAD_DIM: tl.constexpr
     """Columns `[elements, channels]` of kv, and where the position bias of each lies."""
     WIDTH: tl.constexpr = HEAD_DIM * (2 if OVERLAP else 1)
     # With overlap the older half of the window reads the first D columns, the newer half the last. By arithmetic: after
-    # a tl.where Triton no longer sees that neighbouring channels are neighbours, and loads them one by one.
+    # a tl.where Triton no longer sees that neighboring channels are neighbors, and loads them one by one.
     half = element // RATIO * HEAD_DIM if OVERLAP else element * 0
     columns = half[:, None] + channels[None, :]
     return columns, ape + (element % RATIO * WIDTH)[:, None] + columns

@@ -1,11 +1,11 @@
-"""CuTeDSL: RMSNorm and RoPE of four neighbouring channels of a compressed window."""
+"""CuTeDSL: RMSNorm and RoPE of four neighboring channels of a compressed window."""
 
 from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from dsv4_jax.nvidia.ops.memory import BYTES, load, load4, select
+from dsv4_jax.nvidia.ops.helpers.memory import BYTES, load, load4, select
 
 HALF_WARPS = 8  # of a CTA that holds a whole key: 64 channels each
 

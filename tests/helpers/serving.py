@@ -10,7 +10,7 @@ import pytest
 
 import dsv4_jax
 from dsv4_jax import CompressorMetadata
-from dsv4_jax.common.reference.window import normalised_keys
+from dsv4_jax.common.reference.helpers.window import normalized_keys
 
 nnx = pytest.importorskip("flax.nnx")
 
@@ -39,7 +39,7 @@ def hidden_states(tokens, hidden_size=32, seed=0):
 def step(
     graph, params, caches, hidden, starts, lengths, table, kv_table, cos_sin, *, rollback, save, keys, implementation
 ):
-    """A step; with `keys` also what `normalised_keys` gives, the keys before quantisation."""
+    """A step; with `keys` also what `normalized_keys` gives, the keys before quantization."""
     layer = nnx.merge(graph, params)
     metadata = CompressorMetadata.build(
         layer.config, starts, lengths, table, kv_table, num_tokens=len(hidden), rollback=rollback
@@ -48,7 +48,7 @@ def step(
     if keys:
         kv_score = jnp.matmul(hidden, layer.wkv_gate.get_value(), precision=layer.precision)
         ape, norm = layer.ape.get_value(), layer.norm.get_value()
-        made = normalised_keys(kv_score, ape, caches[0], metadata, norm, cos_sin, config=layer.config)
+        made = normalized_keys(kv_score, ape, caches[0], metadata, norm, cos_sin, config=layer.config)
     return layer(hidden, caches, metadata, cos_sin, save=save, implementation=implementation), made
 
 
@@ -61,7 +61,7 @@ class Server:
       most: tokens of a request, at most.
       chunk: what a step of more tokens than requests is padded to.
       pool: state pages that the requests share; where None every position has its own page and keeps it.
-      keys: also keep the keys before quantisation, in `made`, by cache slot.
+      keys: also keep the keys before quantization, in `made`, by cache slot.
       save, rollback, implementation: of the steps.
     """
 

@@ -1,4 +1,4 @@
-"""CuTeDSL: four neighbouring channels of a finished key become bytes in its page; one helper a cache format.
+"""CuTeDSL: four neighboring channels of a finished key become bytes in its page; one helper a cache format.
 
 The rounding rules are those of `dsv4_jax.cache.CacheFormat.pack`. The sixteen threads of a block of 64 channels call
 these together.
@@ -7,7 +7,7 @@ these together.
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from dsv4_jax.nvidia.ops.memory import load, select, store_byte, store_words
+from dsv4_jax.nvidia.ops.helpers.memory import load, select, store_byte, store_words
 
 BLOCK = 64
 FP8_AMAX_MIN_BITS = 0x38D1B717  # 1e-4
@@ -15,7 +15,7 @@ INFINITY_BITS = 0x7F800000
 
 
 def store_key(a, key, channel: Int32, slot: Int32, present, shape) -> None:
-    """Quantises channels `channel` to `channel + 3` and stores them where `present` holds."""
+    """Quantizes channels `channel` to `channel + 3` and stores them where `present` holds."""
     page = a.kv_cache + Int64(slot // shape.kv_page_rows) * shape.page_bytes
     row = Int64(slot % shape.kv_page_rows)
     if shape.format == "fp8_ds_mla":

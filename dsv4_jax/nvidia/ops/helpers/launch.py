@@ -16,7 +16,7 @@ from dsv4_jax.nvidia.ops import support
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """All that a kernel is specialised for; with the kernel and the target it is the key of the compiled function.
+    """All that a kernel is specialized for; with the kernel and the target it is the key of the compiled function.
 
     Numbers of tokens, windows, pages and requests are not in it: they are arguments. (Many windows have another
     `resident` than few.)

@@ -55,6 +55,6 @@ def copy_bytes(size):
 
 
 def run_python(script, **env):
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": root, **env}
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env=env, check=True, timeout=120)

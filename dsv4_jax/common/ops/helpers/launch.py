@@ -5,7 +5,7 @@ import warnings
 import jax
 import triton
 
-from dsv4_jax.common.ops import interpreter
+from dsv4_jax.common.ops.helpers import interpreter
 
 
 def launch(kernel, grid: int, *, updates=(), outputs=None, num_warps: int, constants: dict, **args) -> tuple:

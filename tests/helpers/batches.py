@@ -4,7 +4,8 @@ import dataclasses
 
 import ml_dtypes
 import numpy as np
-import oracle
+
+from helpers import oracle
 
 KINDS = ("decode", "prefill", "chunked", "mixed")
 # Squares of these stay far from float32's largest value, below which RMSNorm's mean is finite and above infinite.

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from dsv4_jax.common.ops.launch import launch
-from dsv4_jax.common.ops.norm_rope import key_arguments, key_factors, norm_rope
-from dsv4_jax.common.ops.quantise_store import store_key
-from dsv4_jax.common.ops.rope import rope_factors
-from dsv4_jax.common.ops.softmax import fold, merge
-from dsv4_jax.common.ops.window import TILE, by_fours, closing_window
+from dsv4_jax.common.ops.helpers.launch import launch
+from dsv4_jax.common.ops.helpers.norm_rope import key_arguments, key_factors, norm_rope
+from dsv4_jax.common.ops.helpers.quantize_store import store_key
+from dsv4_jax.common.ops.helpers.rope import rope_factors
+from dsv4_jax.common.ops.helpers.softmax import fold, merge
+from dsv4_jax.common.ops.helpers.window import TILE, by_fours, closing_window
 
 MOST_LOADED = 8  # tokens that a walking program loads at once
 

@@ -1,12 +1,13 @@
 """RMSNorm and RoPE in NumPy float64, each value with a worst-case float32 error, and the comparison with a result."""
 
 import numpy as np
-import oracle
-from oracle import F32_MAX, TINY, U
+
+from helpers import oracle
+from helpers.oracle import F32_MAX, TINY, U
 
 
 def rms_norm(x, weight, eps):
-    """x [..., D] normalised over its last axis: exact values and how far a float32 result may be off.
+    """x [..., D] normalized over its last axis: exact values and how far a float32 result may be off.
 
     The error of a sum of D squares, in any order, is at most D half-ulps; the root halves it. rsqrt may be off by two
     ulps on a GPU.
@@ -64,7 +65,7 @@ def assert_near(got, exact, error):
     found = oracle._ordered(code, 0x7FFF)
     wrong = ((found < low) | (found > high)) & ~nan
     assert not wrong.any(), f"{wrong.sum()} values wrong, the first at {np.argwhere(wrong)[0]}"
-    # What flushed to zero, or cancelled, has no settled code: the bound alone holds.
+    # What flushed to zero, or canceled, has no settled code: the bound alone holds.
     settled = error < np.abs(exact) * 2.0**-12
     differing = ((found != want) & ~nan & settled).sum()
     assert differing <= max(1, got.size // 1000), f"{differing} of {got.size} codes differ"

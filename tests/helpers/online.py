@@ -5,12 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ops
-import oracle
-from batches import random_batch
 
 import dsv4_jax
 from dsv4_jax import CompressorConfig, CompressorMetadata
+from helpers import ops, oracle
+from helpers.batches import random_batch
 
 ON_CPU = jax.default_backend() == "cpu"
 REQUESTS, LENGTH = 3, 24  # of nearly all tests, so that they share compilations

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from dsv4_jax.cache import page_stride
-from dsv4_jax.common.ops.rms_norm import rms_norm
-from dsv4_jax.common.ops.rope import rope_factors, rotate
+from dsv4_jax.common.ops.helpers.rms_norm import rms_norm
+from dsv4_jax.common.ops.helpers.rope import rope_factors, rotate
 
 
 def key_arguments(kv_cache, norm_weight, cos_sin, kv_scale, config):

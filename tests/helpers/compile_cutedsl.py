@@ -1,6 +1,6 @@
 """Compiles every CuTeDSL kernel, as the ops launch it, for one GPU target; needs no GPU.
 
-`CUTE_DSL_ARCH=sm_90a python tests/compile_cutedsl.py` prints a line a kernel: its name, its key, seconds.
+`CUTE_DSL_ARCH=sm_90a python tests/helpers/compile_cutedsl.py` prints a line a kernel: its name, its key, seconds.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from dsv4_jax import CompressorConfig, CompressorMetadata
 from dsv4_jax.nvidia.ops import compress, compress_norm_rope_store, launch
-from dsv4_jax.nvidia.ops import sparse_attn_compress_cutedsl as kernels
+from dsv4_jax.nvidia.ops import compress as kernels
 
 # Cache format, dtype of kv_score (None: from the state cache alone), of the norm weight, what is saved.
 OF_EACH = (
@@ -77,9 +77,9 @@ def trace(config, fmt, dtype, norm_dtype, save, tokens):
         return kernels.norm_rope_insert(rows, states, cache, metadata, norm, cos_sin, scale, config=config)
     args = states, cache, metadata, norm, cos_sin, scale
     if dtype is None:
-        return compress_norm_rope_store.implement(*args, config=config, platform="cuda")
+        return compress_norm_rope_store.implement(*args, config=config)
     kv_score, ape = jnp.zeros((tokens, 2 * config.width), dtype), jnp.zeros((config.compress_ratio, config.width))
-    return compress.implement(kv_score, ape, *args, config=config, save=save, platform="cuda")
+    return compress.implement(kv_score, ape, *args, config=config, save=save)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class OverflowEdgeError(Exception):
 
 @dataclasses.dataclass
 class Rows:
-    """Finished keys, before quantising: exact values and float32 bounds, [K, D] float64, and where they go."""
+    """Finished keys, before quantizing: exact values and float32 bounds, [K, D] float64, and where they go."""
 
     tokens: np.ndarray
     slots: np.ndarray
@@ -255,7 +255,7 @@ def codes(fmt, rows, e, scale=None):
         return parts
 
 
-def quantise(format_name, rows, *, scale=None):
+def quantize(format_name, rows, *, scale=None):
     """Step 4: [K, D] rows -> values [K, value_bytes], scales [K, scale_bytes], uint8."""
     fmt = FORMATS[format_name]
     rows = np.asarray(rows, np.float64)
@@ -327,10 +327,10 @@ def store(format_name, pages, values, scales, slots, page_rows):
 
 
 def assert_same_cache(got, before, rows, config, *, scale=None):
-    """Holds a cache to the oracle: `before` everywhere but in the rows' bytes, and there `rows` quantised.
+    """Holds a cache to the oracle: `before` everywhere but in the rows' bytes, and there `rows` quantized.
 
     A code may differ from the oracle's only if float32 rounding can carry the value there; then an fp8 code is the
-    neighbouring one. A block's exponent may differ only if its amax can be carried across a power of two; then the
+    neighboring one. A block's exponent may differ only if its amax can be carried across a power of two; then the
     block's values must be right under the exponent found. At most 1 byte in 2000, and always one, may differ (a block
     of another exponent counts once: its values follow).
     """
@@ -349,7 +349,7 @@ def assert_same_cache(got, before, rows, config, *, scale=None):
 def assert_same_rows(got, rows, config, *, scale=None):
     """`assert_same_cache` for the bytes [K, row_bytes] (values, then scales) of the rows alone."""
     fmt = FORMATS[config.cache_format]
-    values, scales = quantise(fmt.name, rows.exact, scale=scale)
+    values, scales = quantize(fmt.name, rows.exact, scale=scale)
     count = len(rows.exact)
     got_values, got_scales = got[:, : fmt.value_bytes], got[:, fmt.value_bytes :]
     moved = np.zeros((count, 1), bool)
@@ -389,7 +389,7 @@ def assert_same_rows(got, rows, config, *, scale=None):
         wrong = (g < np.minimum(lo, hi)) | (g > np.maximum(lo, hi))
         nan = np.isnan(rows.exact[:, first : first + exact.shape[1]])
         wrong = np.where(nan, code != exact, wrong)
-        # bfloat16 has as many bits for a channel that cancelled as for its neighbours, so there the bound alone holds.
+        # bfloat16 has as many bits for a channel that canceled as for its neighbors, so there the bound alone holds.
         if largest == 0x7F:
             wrong |= np.abs(g - x) > 1
         _none("value", wrong, rows, code, exact)

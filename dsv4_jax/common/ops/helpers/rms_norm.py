@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def rms_norm(x, weight, EPS: tl.constexpr, WIDTH: tl.constexpr):
-    """x float32, normalised over its last axis: WIDTH channels, then zeros.
+    """x float32, normalized over its last axis: WIDTH channels, then zeros.
 
     A channel that is not finite makes all of its row NaN.
     """

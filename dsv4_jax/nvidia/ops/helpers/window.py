@@ -1,6 +1,6 @@
 """CuTeDSL: the plan's entries, the rows of a window, the softmax-sum over them, and the rows to save.
 
-A thread holds four neighbouring channels of some of a window's rows.
+A thread holds four neighboring channels of some of a window's rows.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from dsv4_jax.nvidia.ops.memory import BYTES, load, load4, load_int4, reciprocal, select, store4
+from dsv4_jax.nvidia.ops.helpers.memory import BYTES, load, load4, load_int4, reciprocal, select, store4
 
 INFINITY = float("inf")
 LOG2_E = 1.4426950408889634

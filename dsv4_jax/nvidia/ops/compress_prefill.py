@@ -1,7 +1,7 @@
 """Compressors in CuTeDSL for long prefills: CTAs take windows by turns, and copy the next rows while they work.
 
 A CTA of 128 threads, four channels each, folds eight rows at a time: a window of CSA, a sixteenth of one of HCA. The
-next eight come into shared memory meanwhile. A thread reads there what it or its neighbour has copied, so that
+next eight come into shared memory meanwhile. A thread reads there what it or its neighbor has copied, so that
 a CTA meets but once a window, for RMSNorm. Rows are in flight all the time, by few threads and in one launch.
 """
 
@@ -9,12 +9,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from dsv4_jax.nvidia.ops import launch
-from dsv4_jax.nvidia.ops.launch import Arguments
-from dsv4_jax.nvidia.ops.memory import BYTES, await_copies, copy16, load4, load_shared4, select
-from dsv4_jax.nvidia.ops.norm_rope import HALF_WARPS, load_factors, norm_rope, squares_of_cta
-from dsv4_jax.nvidia.ops.quantise_store import store_key
-from dsv4_jax.nvidia.ops.window import (
+from dsv4_jax.nvidia.ops.helpers import launch
+from dsv4_jax.nvidia.ops.helpers.launch import Arguments
+from dsv4_jax.nvidia.ops.helpers.memory import BYTES, await_copies, copy16, load4, load_shared4, select
+from dsv4_jax.nvidia.ops.helpers.norm_rope import HALF_WARPS, load_factors, norm_rope, squares_of_cta
+from dsv4_jax.nvidia.ops.helpers.quantize_store import store_key
+from dsv4_jax.nvidia.ops.helpers.window import (
     INFINITY,
     Entry,
     Rows,

@@ -1,13 +1,13 @@
-"""From a window of states to a finished key: gather, softmax-sum, RMSNorm, RoPE. Plain JAX, before quantisation."""
+"""From a window of states to a finished key: gather, softmax-sum, RMSNorm, RoPE. Plain JAX, before quantization."""
 
 import jax.numpy as jnp
 
-from dsv4_jax.common.reference import online
-from dsv4_jax.common.reference.rms_norm import rms_norm
-from dsv4_jax.common.reference.rope import rope
+from dsv4_jax.common.reference.helpers import online
+from dsv4_jax.common.reference.helpers.rms_norm import rms_norm
+from dsv4_jax.common.reference.helpers.rope import rope
 
 
-def normalised_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, *, config):
+def normalized_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, *, config):
     """The keys of the windows that this batch closes.
 
     Args:

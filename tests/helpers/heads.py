@@ -1,4 +1,4 @@
-"""Heads of queries and of attention's output, for the ops that rotate and quantise them, and RoPE in float64."""
+"""Heads of queries and of attention's output, for the ops that rotate and quantize them, and RoPE in float64."""
 
 import ml_dtypes
 import numpy as np

@@ -5,10 +5,10 @@ import re
 
 import jax.numpy as jnp
 import numpy as np
-import oracle
 
 import dsv4_jax
 from dsv4_jax import CompressorConfig, CompressorMetadata
+from helpers import oracle
 
 FORMATS = {
     "csa": ("fp8_ds_mla", "bf16", "fp8"),
