@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from dsv4_jax import checks, platforms
+from dsv4_jax import checks, gpus, platforms
 
 
 class Op:
@@ -92,7 +92,8 @@ class Op:
             return implement(*jax.tree.unflatten(tree, flat), **new, **dict(params))
 
         try:
-            return mlir.lower_fun(flat_implement, multiple_results=True)(ctx, *flat)
+            with gpus.lowering(platform):
+                return mlir.lower_fun(flat_implement, multiple_results=True)(ctx, *flat)
         except Exception as error:
             for pair, what in platforms.known_bad_pairs():
                 error.add_note(f"{pair} are installed: {what}")
