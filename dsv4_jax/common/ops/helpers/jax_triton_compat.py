@@ -10,7 +10,7 @@ from jax._src.interpreters import partial_eval
 from jax_triton import triton_call, triton_lib
 from triton.backends.amd.compiler import HIPBackend
 
-from dsv4_jax import gpus
+from dsv4_jax import platforms
 
 __all__ = ["triton_call"]
 
@@ -43,7 +43,7 @@ def _give_options_to_hip_backend():
 
 def _read_rocm_arch_from_abstract_device():
     """ROCm without a GPU: jax-triton asks for a local GPU's architecture alone; for CUDA it can be told."""
-    jaxlib.gpu_triton.get_arch_details = lambda device: gpus.target().arch
+    jaxlib.gpu_triton.get_arch_details = lambda device: platforms.lowered_for().arch
 
 
 _accept_third_argument_of_dce_rules()

@@ -5,7 +5,7 @@ import warnings
 import jax
 import triton
 
-from dsv4_jax import gpus
+from dsv4_jax import gpus, platforms
 from dsv4_jax.common.ops.helpers import interpreter
 
 
@@ -33,7 +33,12 @@ def launch(kernel, grid: int, *, updates=(), outputs=None, num_warps: int, const
 def _launch_gpu(kernel, grid, updates, outputs, num_warps, constants, args):
     from dsv4_jax.common.ops.helpers.jax_triton_compat import triton_call
 
-    gpu = gpus.target()
+    platform, arch = platforms.lowered_for()
+    if arch is None:
+        raise RuntimeError(
+            f"Triton must know the GPU that it compiles for, and this machine has none of {platform}; "
+            f"{gpus.how_to_name(platform)}, or use implementation='xla'"
+        )
     operands = [name for name in kernel.arg_names if name in args]
     with warnings.catch_warnings():
         # jax-triton asks for Refs instead; an alias says the same and works inside a primitive's lowering.
@@ -44,8 +49,8 @@ def _launch_gpu(kernel, grid, updates, outputs, num_warps, constants, args):
             grid=(grid,),
             out_type=[*outputs.values(), *(jax.typeof(args[name]) for name in updates)],
             input_output_aliases={operands.index(name): len(outputs) + i for i, name in enumerate(updates)},
-            num_warps=max(1, num_warps * 32 // gpu.wave_size),
-            compute_capability=gpu.compute_capability,
+            num_warps=max(1, num_warps * 32 // gpus.wave_size(arch)),
+            compute_capability=gpus.compute_capability(arch),
             **args,
             **constants,
         )
