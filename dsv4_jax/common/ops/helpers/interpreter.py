@@ -3,6 +3,7 @@
 The interpreter narrows float32 to bfloat16 and fp8 by cutting bits off, and widens bfloat16's subnormals to other
 numbers (Triton 3.8); GPUs round to nearest, ties to even, and widen exactly. Here its conversions are replaced by
 ml_dtypes' while a kernel runs. And it calls the function of a `tl.reduce` for each element; here, for each slice.
+It gives a comparison of integers an integer's type, and Triton 3.9 refuses a scalar one as the mask of a block.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import threading
 
 import ml_dtypes
 import numpy as np
+import triton
 
 _LOCK = threading.RLock()
 _SHORT = {"bf16": ml_dtypes.bfloat16, "fp8e4nv": ml_dtypes.float8_e4m3fn, "fp8e5": ml_dtypes.float8_e5m2}
@@ -21,15 +23,19 @@ def amended():
     """While this lasts, conversions from float32 round to nearest even, those to it are exact, and reductions fast."""
     from triton.runtime import interpreter
 
+    builder = interpreter.InterpreterBuilder
     # The interpreter holds its state in module globals: one kernel at a time.
     with _LOCK:
         convert, reduce = interpreter._convert_float, interpreter.ReduceOps.generic_reduce
         interpreter._convert_float = functools.partial(_convert, convert)
         interpreter.ReduceOps.generic_reduce = functools.partialmethod(_reduce, reduce)
+        splat = builder.create_splat
+        builder.create_splat = functools.partialmethod(_splat, splat)
         try:
             yield
         finally:
             interpreter._convert_float, interpreter.ReduceOps.generic_reduce = convert, reduce
+            builder.create_splat = splat
 
 
 def _convert(original, values, from_type, to_type, rounding_mode):
@@ -40,6 +46,12 @@ def _convert(original, values, from_type, to_type, rounding_mode):
     if wide and str(to_type) == "fp32":
         return np.asarray(values).view(wide).astype(np.float32).view(np.uint32)
     return original(values, from_type, to_type, rounding_mode)
+
+
+def _splat(self, original, block, scalar):
+    if scalar.data.dtype == bool:
+        scalar = type(scalar)(scalar.data, triton.language.int1)
+    return original(self, block, scalar)
 
 
 def _reduce(self, original, inputs):

@@ -5,6 +5,7 @@ import warnings
 import jax
 import triton
 
+from dsv4_jax import gpus, platforms
 from dsv4_jax.common.ops.helpers import interpreter
 
 
@@ -16,7 +17,7 @@ def launch(kernel, grid: int, *, updates=(), outputs=None, num_warps: int, const
       grid: number of programs.
       updates: names of the arrays that the kernel updates in place.
       outputs: name to `jax.ShapeDtypeStruct` of new arrays, results or outputs; the last array parameters.
-      num_warps: warps of a program.
+      num_warps: warps of a program, of 32 threads each; where a warp has more, fewer are started.
       constants: `constexpr` parameters.
       **args: arrays and integers.
 
@@ -30,19 +31,26 @@ def launch(kernel, grid: int, *, updates=(), outputs=None, num_warps: int, const
 
 
 def _launch_gpu(kernel, grid, updates, outputs, num_warps, constants, args):
-    import jax_triton
+    from dsv4_jax.common.ops.helpers.jax_triton_compat import triton_call
 
+    platform, arch = platforms.lowered_for()
+    if arch is None:
+        raise RuntimeError(
+            f"Triton must know the GPU that it compiles for, and this machine has none of {platform}; "
+            f"{gpus.how_to_name(platform)}, or use implementation='xla'"
+        )
     operands = [name for name in kernel.arg_names if name in args]
     with warnings.catch_warnings():
         # jax-triton asks for Refs instead; an alias says the same and works inside a primitive's lowering.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
         # The buffers that are not aliased come first: the launcher gives results to the kernel's parameters in order.
-        results = jax_triton.triton_call(
+        results = triton_call(
             kernel=kernel,
             grid=(grid,),
             out_type=[*outputs.values(), *(jax.typeof(args[name]) for name in updates)],
             input_output_aliases={operands.index(name): len(outputs) + i for i, name in enumerate(updates)},
-            num_warps=num_warps,
+            num_warps=max(1, num_warps * 32 // gpus.wave_size(arch)),
+            compute_capability=gpus.compute_capability(arch),
             **args,
             **constants,
         )
