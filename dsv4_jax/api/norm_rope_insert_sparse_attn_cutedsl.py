@@ -30,10 +30,10 @@ def norm_rope_insert_sparse_attn_cutedsl(
       state_cache: the one that `compressed` was made from; only its number of pages is used.
       kv_cache: the cache of `config.format`; updated in place when donated.
       metadata: this step's `CompressorMetadata`.
-      norm_weight: as `compress_norm_rope_store` takes it; so are the next three.
-      cos_sin: `[P, 64]` float32.
+      norm_weight: `[D]` float32 or bfloat16.
+      cos_sin: `[P, 64]` float32, cos then sin, as `Yarn.table` makes it.
       config: the compressor.
-      kv_scale: `[]` float32 or None.
+      kv_scale: `[]` float32, the divisor of values; needed for the format `fp8`, None for all others.
 
     Returns:
       The cache.
