@@ -71,7 +71,8 @@ class CompressorMetadata:
           query_start_loc: `[R + 1]` int32, first batch row of each request; rows past the last entry are padding.
           seq_lens: `[R]` int32, length of each request, this step's tokens included.
           block_table: `[R, B]` int32, state pages of each request, by `position // page_rows`. Negative: no page,
-            because it was never allocated, or was given back after its windows closed. With the online state `[R, 1]`.
+            because it was never allocated, or was given back after its windows closed. With the online state `[R, 1]`:
+            one page per request.
           kv_block_table: `[R, K]` int32, cache pages of each request, by `position // compress_ratio // kv_page_rows`.
           num_tokens: T, the batch's length, padding included.
           rollback: how many of the last tokens may be taken back (speculative decoding); `save="tail"` then keeps the
@@ -124,7 +125,7 @@ class CompressorMetadata:
 
     @property
     def prefill(self) -> bool:
-        """Whether the batch is a prefill, in which most windows lie whole.
+        """Whether the batch is a prefill: most of its windows lie in it whole.
 
         True if at most twice as many windows may close as the tokens fill, so about one request or fewer per
         `compress_ratio` tokens.
