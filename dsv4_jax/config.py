@@ -1,4 +1,4 @@
-"""What a compressor is: its window, its head, its cache. One frozen value that every op takes."""
+"""What a compressor is: its window, its head, its cache. Every op takes this one frozen value."""
 
 import dataclasses
 import os
@@ -17,20 +17,20 @@ from dsv4_jax.rope import Yarn
 class CompressorConfig:
     """The static description of one compressor: hashable, a static argument of `jax.jit`, or a pytree without leaves.
 
-    Use `csa`, `hca` or `indexer` for DeepSeek-V4's three, `dataclasses.replace` to change one.
+    `csa`, `hca` and `indexer` make DeepSeek-V4's three; `dataclasses.replace` changes a field.
 
     Attributes:
-      compress_ratio: m, the tokens that become one key; a power of two.
-      head_dim: D, channels of the key.
-      overlap: whether a window also spans the m tokens before its own (then n = 2m, and a state half is 2D wide).
-      cache_format: name of the `CacheFormat` that keys are stored in.
-      page_rows: rows of a state page; a row holds a token, or the online state after a token.
-      kv_page_rows: rows (keys) of a cache page.
-      rope_head_dim: the trailing channels that RoPE rotates.
+      compress_ratio: m, tokens per key; a power of two.
+      head_dim: D, channels per key.
+      overlap: whether a window also spans the m tokens before its own. Then n = 2m, and a state half is 2D wide.
+      cache_format: name of the `CacheFormat` that stores the keys.
+      page_rows: rows per state page. A row holds one token, or the online state after one token.
+      kv_page_rows: rows (keys) per cache page.
+      rope_head_dim: number of trailing channels that RoPE rotates.
       eps: epsilon of the RMSNorm.
       rope: frequencies of the RoPE.
-      state: what is kept of an open window: "rows", kv and biased score of each token, or "online", their running
-        maximum, sum and weighted sum; for windows that do not overlap.
+      state: what the state cache keeps of an open window. "rows": kv and biased score of each token. "online": their
+        running maximum, sum and weighted sum; only for windows that do not overlap.
     """
 
     compress_ratio: int
@@ -69,7 +69,7 @@ class CompressorConfig:
 
     @classmethod
     def csa(cls, cache_format: str = "fp8_ds_mla", *, page_rows: int = 4, kv_page_rows: int = 64) -> "CompressorConfig":
-        """Compressed sparse attention: every 4 tokens one key of 512, over overlapping windows of 8."""
+        """Compressed sparse attention: one key of 512 channels per 4 tokens, over overlapping windows of 8."""
         return cls(4, 512, True, cache_format, page_rows, kv_page_rows)
 
     @classmethod
@@ -81,7 +81,10 @@ class CompressorConfig:
         kv_page_rows: int = 2,
         state: str = "rows",
     ) -> "CompressorConfig":
-        """Heavily compressed attention: every 128 tokens one key of 512. page_rows: 8, of the online state 1."""
+        """Heavily compressed attention: one key of 512 channels per 128 tokens.
+
+        `page_rows` is 8 by default, or 1 with the online state.
+        """
         if page_rows is None:
             page_rows = 1 if state == "online" else 8
         return cls(128, 512, False, cache_format, page_rows, kv_page_rows, state=state)
@@ -90,7 +93,7 @@ class CompressorConfig:
     def indexer(
         cls, cache_format: str = "indexer_fp8", *, page_rows: int = 4, kv_page_rows: int = 64
     ) -> "CompressorConfig":
-        """The indexer inside CSA layers: every 4 tokens one key of 128, over overlapping windows of 8."""
+        """The indexer inside CSA layers: one key of 128 channels per 4 tokens, over overlapping windows of 8."""
         return cls(4, 128, True, cache_format, page_rows, kv_page_rows)
 
     @classmethod
@@ -111,7 +114,9 @@ class CompressorConfig:
 
         Args:
           config: the parsed file, its path, or the directory that holds it.
-          csa_format, hca_format, indexer_format: cache formats of the three kinds of compressor.
+          csa_format: cache format of CSA compressors.
+          hca_format: cache format of HCA compressors.
+          indexer_format: cache format of indexers.
 
         Returns:
           One tuple for each of the `num_hidden_layers` layers: `()` for sliding-window attention, `(csa, indexer)` or
@@ -127,25 +132,25 @@ class CompressorConfig:
 
     @property
     def format(self) -> CacheFormat:
-        """The cache format, by its name."""
+        """The `CacheFormat` that `cache_format` names."""
         return CACHE_FORMATS[self.cache_format]
 
     @property
     def layout(self) -> tuple[int, bool, int, int, str]:
-        """What slots and plans depend on: ratio, overlap, rows of a state page, rows of a cache page, kind of state."""
+        """What slots and plans depend on: ratio, overlap, rows per state page, rows per cache page, kind of state."""
         return self.compress_ratio, self.overlap, self.page_rows, self.kv_page_rows, self.state
 
     @property
     def window(self) -> int:
-        """n, the tokens that one key is made from."""
+        """n, tokens per window."""
         return self.compress_ratio * (2 if self.overlap else 1)
 
     @property
     def width(self) -> int:
-        """W, channels of kv, and of score, of a token."""
+        """W, channels of a token's kv, and of its score."""
         return self.head_dim * (2 if self.overlap else 1)
 
     @property
     def state_width(self) -> int:
-        """Channels of a row of the state cache: 2W (kv, score), or 3W of the online state (maximum, sum, weighted)."""
+        """Channels per row of the state cache: 2W (kv, score), or 3W of the online state (maximum, sum, weighted)."""
         return self.width * (3 if self.state == "online" else 2)

@@ -1,4 +1,4 @@
-"""Which token goes where: one pytree for one compressor and one step, shared by all layers that use it."""
+"""Where each token goes: one pytree per compressor and step, shared by all layers of that kind."""
 
 import dataclasses
 import functools
@@ -23,12 +23,12 @@ class CompressorMetadata:
     nothing.
 
     Attributes:
-      positions: `[T]`, position of each token in its request.
+      positions: `[T]`, each token's position in its request.
       token_to_req: `[T]`, request of each token.
       query_start_loc: `[R + 1]`, first batch row of each request.
       slot_mapping: `[T]`, state slot of each token: `page * page_rows + row`.
-      block_table: `[R, B]`, state page that holds positions `[b * page_rows, (b + 1) * page_rows)`; with the online
-        state `[R, 1]`, the request's one page, whose row `p % page_rows` holds the state after position p.
+      block_table: `[R, B]`, the state pages; column b holds positions `[b * page_rows, (b + 1) * page_rows)`. With the
+        online state `[R, 1]`: the request's only page, whose row `p % page_rows` holds the state after position p.
       kv_slot_mapping: `[T]`, cache slot of the key that a token closes.
       closing: `[N, 4]`, the plan of the windows that close, compact, padded with -1: batch row and position of the
         closing token, cache slot of the key, and how many of the window's last rows are in this batch: those next to
@@ -36,11 +36,11 @@ class CompressorMetadata:
         rows, apart from these: then `compress`, which needs them, makes no key.
       window_slots: `[N, n]`, the state slots of each window's rows, oldest first, -1 where there is none; with the
         online state `[N, 1]`, slot of the state before the window's first row in the batch, -1 where it begins there.
-      saving: `[S, 3]`, the plan of what `save="tail"` writes, compact, padded with -1: batch row, position, state slot;
-        with the online state `[S, 4]`, last how many rows of the window, up to this one, are in the batch.
+      saving: `[S, 3]`, the states that `save="tail"` writes, compact, padded with -1. Columns: batch row, position,
+        state slot. The online state has a fourth: how many of the window's rows, up to this one, are in the batch.
       layout: `CompressorConfig.layout` of the compressor that this was built for; static.
-      runs: with the online state `[R, 4]`, the tokens of each request: first batch row, how many, position of the
-        first, slot of the state before it, -1 where there is none. None with the state in rows.
+      runs: with the online state `[R, 4]`, one row per request. Columns: its first batch row, its tokens, position of
+        the first, slot of the state before it (-1 if there is none). None with the state in rows.
     """
 
     positions: jax.Array
@@ -72,14 +72,14 @@ class CompressorMetadata:
         Args:
           config: the compressor.
           query_start_loc: `[R + 1]` int32, first batch row of each request; rows past the last entry are padding.
-          seq_lens: `[R]` int32, tokens of each request so far, this step's included.
-          block_table: `[R, B]` int32, state pages of each request, by `position // page_rows`; negative where there is
-            none (never allocated, or given back once the window had passed). With the online state `[R, 1]`, the one
-            page of each request.
+          seq_lens: `[R]` int32, length of each request, this step's tokens included.
+          block_table: `[R, B]` int32, state pages of each request, by `position // page_rows`. Negative: no page,
+            because it was never allocated, or was given back after its windows closed. With the online state `[R, 1]`:
+            one page per request.
           kv_block_table: `[R, K]` int32, cache pages of each request, by `position // compress_ratio // kv_page_rows`.
           num_tokens: T, the batch's length, padding included.
-          rollback: with `save="tail"`, also keep what is needed when up to this many last tokens are taken back
-            (speculative decoding). The online state always keeps `page_rows - 1`, and this must not be more.
+          rollback: how many of the last tokens may be taken back (speculative decoding); `save="tail"` then keeps the
+            states for that. The online state always allows `page_rows - 1`, and `rollback` must not exceed it.
         """
         checks.instance("config", config, CompressorConfig)
         requests = checks.integers("seq_lens", seq_lens, ("R",)).shape[0]
@@ -129,9 +129,10 @@ class CompressorMetadata:
 
     @property
     def prefill(self) -> bool:
-        """Whether at most twice as many windows may close as the tokens fill, so that most lie in the batch whole.
+        """Whether the batch is a prefill: most of its windows lie in it whole.
 
-        So there is at most about one request to `compress_ratio` tokens.
+        True if at most twice as many windows may close as the tokens fill, so about one request or fewer per
+        `compress_ratio` tokens.
         """
         ratio = self.layout[0]
         return self.closing.shape[0] * ratio <= 2 * self.positions.shape[0]
@@ -139,11 +140,12 @@ class CompressorMetadata:
     def at_layer(self, layer: jax.Array | int, state_pages: int, kv_pages: int) -> "CompressorMetadata":
         """The same step in caches that hold several layers, one after another along the page axis.
 
-        What lies outside a layer's own pages stays outside. Works under `jax.jit` and in `scan` over layers.
+        What is outside a layer's own pages stays outside. Works under `jax.jit` and in `scan` over layers.
 
         Args:
-          layer: `[]` int32, which of the cache's layers, from 0.
-          state_pages, kv_pages: the pages of one layer; all layers' rows together must be fewer than 2**31.
+          layer: `[]` int32, the layer's place in the caches, from 0.
+          state_pages: pages per layer of the state cache; all layers together must have fewer than 2**31 rows.
+          kv_pages: pages per layer of the cache; the same bound holds.
         """
         _, _, page_rows, kv_page_rows, _ = self.layout
         state_rows, kv_rows = state_pages * page_rows, kv_pages * kv_page_rows
@@ -164,10 +166,10 @@ class CompressorMetadata:
 
 
 def checked_metadata(metadata: CompressorMetadata, config: CompressorConfig) -> CompressorMetadata:
-    """The metadata as int32, its arrays' shapes in agreement with each other and with the compressor.
+    """The metadata as int32, after checking that its shapes agree with each other and with the compressor.
 
     Raises:
-      TypeError, ValueError: names the array, what it is and what it must be.
+      TypeError, ValueError: an array does not fit; names it, what it is and what it must be.
     """
     checks.instance("config", config, CompressorConfig)
     checks.instance("metadata", metadata, CompressorMetadata)
@@ -198,7 +200,7 @@ def checked_metadata(metadata: CompressorMetadata, config: CompressorConfig) -> 
 
 
 def _columns(config):
-    """The columns that a block table must have."""
+    """How many columns a block table must have."""
     return 1 if config.state == "online" else "B"
 
 
@@ -254,7 +256,7 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
     seq_lens = jnp.zeros(requests, jnp.int32).at[at].max(positions + 1, mode="drop")
 
     closes = real & ((positions + 1) % m == 0) & (kv_slot_mapping >= 0)
-    # Every request closes at most one window more than its tokens fill.
+    # A request closes at most one window more than its tokens fill.
     row, rows = _compact(closes, min(tokens, tokens // m + requests))
     position = rows(positions)
     if online:
@@ -271,7 +273,7 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
     window_slots = _state_slots(config, block_table, rows(request)[:, None], before)
 
     if online:
-        # After a closing token nothing is kept: the next one begins anew.
+        # A closing token leaves no state: the next token starts a new window.
         saves = real & (positions >= _take(seq_lens - config.page_rows, request, INT32_MAX)) & ((positions + 1) % m > 0)
         most = requests * config.page_rows
     else:
@@ -322,14 +324,14 @@ def _least(values, where, token_to_req, requests):
 
 
 def _compact(mask, size):
-    """The rows where mask holds, padded with -1 to `size`, and a function that takes values at these rows."""
+    """The rows where the mask holds, padded with -1 to `size`, and a function that takes values at these rows."""
     (row,) = jnp.nonzero(mask, size=size, fill_value=-1)
     row = row.astype(jnp.int32)
     return row, lambda values: _take(values, row, -1)
 
 
 def _take(values, index, missing):
-    """`values[index]`, `missing` where the index is outside; unlike NumPy's, a negative index is."""
+    """`values[index]`; `missing` if the index is outside, which a negative one is."""
     if values.shape[0] == 0:
         return jnp.full(index.shape, missing, values.dtype)
     index = jnp.where(index >= 0, index, values.shape[0])
@@ -351,6 +353,6 @@ def _slots(block_table, request, index, page_rows):
         jnp.where(request >= 0, request, block_table.shape[0]),
         jnp.where(index >= 0, index // page_rows, block_table.shape[1]),
     ].get(mode="fill", fill_value=-1)
-    # A page so far out that its slots overflow int32 must not wrap round into the cache.
+    # If a page's slots overflow int32, they must not wrap around into the cache.
     page = jnp.where(page <= INT32_MAX // page_rows - 1, page, -1)
     return jnp.where(page >= 0, page * page_rows + index % page_rows, -1)
