@@ -2,35 +2,33 @@
 
 from typing import TYPE_CHECKING
 
+from dsv4_jax.api.combine_topk_swa_indices import combine_topk_swa_indices
+from dsv4_jax.api.compress import compress
+from dsv4_jax.api.compress_kv_sparse_attn_cutedsl import compress_kv_sparse_attn_cutedsl
+from dsv4_jax.api.compress_norm_rope_store import (
+    compress_norm_rope_store,
+    compress_norm_rope_store_cutedsl,
+    compress_norm_rope_store_triton,
+    fused_kv_compress_norm_rope_insert_sparse_attn_cutedsl,
+)
+from dsv4_jax.api.compute_global_topk_indices_and_lens import compute_global_topk_indices_and_lens
+from dsv4_jax.api.dequantize_and_gather_k_cache import dequantize_and_gather_k_cache
+from dsv4_jax.api.fused_indexer_q_rope_quant import fused_indexer_q_rope_quant
+from dsv4_jax.api.fused_inv_rope_fp8_quant import fused_inv_rope_fp8_quant
+from dsv4_jax.api.fused_q_kv_rmsnorm import fused_q_kv_rmsnorm
+from dsv4_jax.api.fused_qnorm_rope_kv_rope_quant_insert import fused_qnorm_rope_kv_rope_quant_insert
+from dsv4_jax.api.norm_rope_insert_sparse_attn_cutedsl import norm_rope_insert_sparse_attn_cutedsl
+from dsv4_jax.api.prepare_megamoe_inputs import prepare_megamoe_inputs
+from dsv4_jax.api.quantize_and_insert_k_cache import quantize_and_insert_k_cache
+from dsv4_jax.api.save_partial_states import save_partial_states
 from dsv4_jax.cache import CACHE_FORMATS, CacheFormat
 from dsv4_jax.checkpoint import load_compressors
-from dsv4_jax.common.reference.combine_topk_swa_indices import combine_topk_swa_indices
-from dsv4_jax.common.reference.compress import compress
-from dsv4_jax.common.reference.compress_norm_rope_store import (
-    compress_norm_rope_store,
-    compress_norm_rope_store_triton,
-)
-from dsv4_jax.common.reference.compute_global_topk_indices_and_lens import compute_global_topk_indices_and_lens
-from dsv4_jax.common.reference.dequantize_and_gather_k_cache import dequantize_and_gather_k_cache
-from dsv4_jax.common.reference.fused_indexer_q_rope_quant import fused_indexer_q_rope_quant
-from dsv4_jax.common.reference.fused_inv_rope_fp8_quant import fused_inv_rope_fp8_quant
-from dsv4_jax.common.reference.fused_q_kv_rmsnorm import fused_q_kv_rmsnorm
-from dsv4_jax.common.reference.fused_qnorm_rope_kv_rope_quant_insert import fused_qnorm_rope_kv_rope_quant_insert
-from dsv4_jax.common.reference.prepare_megamoe_inputs import prepare_megamoe_inputs
-from dsv4_jax.common.reference.quantize_and_insert_k_cache import quantize_and_insert_k_cache
-from dsv4_jax.common.reference.save_partial_states import save_partial_states
 from dsv4_jax.config import CompressorConfig
 from dsv4_jax.metadata import CompressorMetadata
 from dsv4_jax.rope import Yarn
 
 if TYPE_CHECKING:
     from dsv4_jax.compressor import DeepseekCompressor
-    from dsv4_jax.nvidia.named import (
-        compress_kv_sparse_attn_cutedsl,
-        compress_norm_rope_store_cutedsl,
-        fused_kv_compress_norm_rope_insert_sparse_attn_cutedsl,
-        norm_rope_insert_sparse_attn_cutedsl,
-    )
 
 __version__ = "0.1.0"
 
@@ -63,13 +61,8 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    # These on first use: the one needs flax, the others are for NVIDIA GPUs.
-    if name == "DeepseekCompressor":
+    if name == "DeepseekCompressor":  # on first use, as it needs flax
         from dsv4_jax.compressor import DeepseekCompressor
 
         return DeepseekCompressor
-    if name in __all__:
-        from dsv4_jax.nvidia import named
-
-        return getattr(named, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax import checks
-from dsv4_jax.common.reference.compress import compress
+from dsv4_jax.api.compress import Save, compress
 from dsv4_jax.config import CompressorConfig
 from dsv4_jax.metadata import CompressorMetadata
 
@@ -79,7 +79,7 @@ class DeepseekCompressor(nnx.Module):
         metadata: CompressorMetadata,
         cos_sin: jax.Array,
         *,
-        save: str = "tail",
+        save: Save = "tail",
         kv_scale: jax.Array | float | None = None,
         implementation: str | None = None,
     ) -> tuple[jax.Array, jax.Array]:

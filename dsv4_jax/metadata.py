@@ -159,6 +159,40 @@ class CompressorMetadata:
         )
 
 
+def checked_metadata(metadata: CompressorMetadata, config: CompressorConfig) -> CompressorMetadata:
+    """The metadata as int32, its arrays' shapes in agreement with each other and with the compressor.
+
+    Raises:
+      TypeError, ValueError: names the array, what it is and what it must be.
+    """
+    checks.instance("config", config, CompressorConfig)
+    checks.instance("metadata", metadata, CompressorMetadata)
+    if metadata.layout != config.layout:
+        names = "(compress_ratio, overlap, page_rows, kv_page_rows, state)"
+        raise ValueError(f"metadata was built for {names} = {metadata.layout}; config has {config.layout}")
+    online = config.state == "online"
+    (tokens,) = checks.integers("metadata.positions", metadata.positions, ("T",)).shape
+    requests, _ = checks.integers("metadata.block_table", metadata.block_table, ("R", "B")).shape
+    windows, _ = checks.integers("metadata.closing", metadata.closing, ("N", 4)).shape
+    shapes = {
+        "positions": (tokens,),
+        "token_to_req": (tokens,),
+        "query_start_loc": (requests + 1,),
+        "slot_mapping": (tokens,),
+        "block_table": (requests, 1 if online else "B"),
+        "kv_slot_mapping": (tokens,),
+        "closing": (windows, 4),
+        "window_slots": (windows, 1 if online else config.window),
+        "saving": ("S", 4 if online else 3),
+    }
+    if online:
+        shapes["runs"] = (requests, 4)
+    arrays = {
+        name: checks.integers(f"metadata.{name}", getattr(metadata, name), shape) for name, shape in shapes.items()
+    }
+    return CompressorMetadata(**arrays, layout=metadata.layout)
+
+
 def _columns(config):
     """The columns that a block table must have."""
     return 1 if config.state == "online" else "B"

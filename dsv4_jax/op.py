@@ -1,36 +1,61 @@
-"""An op as a JAX primitive whose implementation is chosen when it is lowered."""
+"""An op: a JAX primitive whose implementation is chosen when it is lowered."""
 
 import functools
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from dsv4_jax import checks, platforms
+from dsv4_jax.platforms import Implementation, Target
+
+OPS: "list[Op]" = []  # every op of the package, in the order of import
 
 
 class Op:
     """A primitive over pytrees of arrays, in place on some of them.
 
-    Each implementation is a function `implement(*args, **params)` in the module that `platforms.MODULES` names for it;
-    all take the same arguments, `outputs=` among them where the op makes new arrays, and return a tuple: the updated
-    arrays, then the new ones.
+    An implementation is a function `implement(*args, **params)`. All of an op take the same arguments, and `outputs=`
+    where the op makes new arrays: their types. They return a tuple: the updated arrays, then the new ones.
     """
 
-    def __init__(self, name: str, updates: tuple[int, ...] = (), outputs: Callable | None = None):
+    def __init__(
+        self,
+        name: str,
+        *,
+        xla: Callable | None = None,
+        triton: Callable[[], Callable] | None = None,
+        cutedsl: Callable[[], Callable] | None = None,
+        updates: tuple[int, ...] = (),
+        outputs: Callable | None = None,
+        why_not: Callable[..., str | None] | None = None,
+        preference: Callable[..., tuple[Implementation, ...]] | None = None,
+        measured_on: tuple[str, ...] = (),
+    ):
         """Makes the primitive.
 
         Args:
-          name: of the op; it stands in the jaxpr and names the implementations' modules.
+          name: of the op; it stands in the jaxpr.
+          xla: the implementation in plain JAX.
+          triton, cutedsl: import that implementation and return it; called when it is lowered.
           updates: which positional arguments are returned updated, in this order.
-          outputs: `outputs(*args, **params)` gives the shapes and dtypes of the new arrays, a tuple of
-            `jax.ShapeDtypeStruct`; its arguments have a shape and a dtype alone.
+          outputs: `outputs(*args, **params)` gives the types of the new arrays, a tuple of `jax.ShapeDtypeStruct`; its
+            arguments have a shape and a dtype alone.
+          why_not: `why_not(implementation, target, **params)` says why an implementation does not serve these
+            parameters, or None.
+          preference: `preference(*args, **params)` gives the implementations to try on a GPU, best first, by what was
+            measured on the architectures `measured_on`. Elsewhere, and without it, Triton is tried.
+          measured_on: such as "sm_90".
         """
+        loaders = {"xla": None if xla is None else lambda: xla, "triton": triton, "cutedsl": cutedsl}
+        self.implementations: Mapping[str, Callable] = {k: load for k, load in loaders.items() if load is not None}
         self.name = name
         self.updates = updates
         self.outputs = outputs
+        self.preference = preference
+        self.measured_on = measured_on
+        self._why_not_params = why_not
         self.primitive = Primitive(name)
         self.primitive.multiple_results = True
         self.primitive.def_abstract_eval(self._abstract_eval)
@@ -39,6 +64,7 @@ class Op:
             mlir.register_lowering(self.primitive, functools.partial(self._lower, platform), platform=platform)
         ad.primitive_jvps[self.primitive] = self._no_grad
         batching.primitive_batchers[self.primitive] = self._no_vmap
+        OPS.append(self)
 
     def __call__(self, *args, implementation: str | None, **params) -> tuple[jax.Array, ...]:
         """Binds the primitive; `params` are static and hashable."""
@@ -56,6 +82,27 @@ class Op:
         return tuple(
             self.primitive.bind(*flat, tree=tree, implementation=implementation, params=tuple(sorted(params.items())))
         )
+
+    def choose(self, target: Target, *args, **params) -> str:
+        """The implementation that the platform switch takes; the arguments need a shape and a dtype alone.
+
+        Without arguments, that for small batches.
+        """
+        if target.platform not in platforms.GPUS:
+            return "xla"
+        names = ("triton",)
+        if args and self.preference and target.arch in self.measured_on:
+            names = self.preference(*args, **params)
+        return next((name for name in names if self.why_not(name, target, **params) is None), "xla")
+
+    def why_not(self, name: str, target: Target, **params) -> str | None:
+        """None where an implementation can run, for the parameters if any are given, else why not and what would."""
+        if name not in self.implementations:
+            return f"{self.name} has no {name} implementation; use one of {', '.join(self.implementations)}"
+        why = platforms.why_not(name, target)
+        if why is None and params and self._why_not_params:
+            why = self._why_not_params(name, target, **params)
+        return why
 
     def _run(self, *flat, **params):
         # Also inside jax.disable_jit, where bind would come straight back here.
@@ -77,22 +124,20 @@ class Op:
         return [*updated, *(_like(flat[0], struct, varying) for struct in new)]
 
     def _lower(self, platform, ctx, *flat, tree, implementation, params):
-        config, save = dict(params).get("config"), dict(params).get("save", "tail")
-        batch = ctx.avals_in[0] if flat else None
-        prefill = any(getattr(arg, "prefill", False) for arg in jax.tree.unflatten(tree, ctx.avals_in))
-        name = implementation or platforms.choose(self.name, platform, config, batch, save, prefill)
-        if why := platforms.why_not(name, self.name, platform, config):
-            raise NotImplementedError(f"{self.name}(implementation={name!r}) cannot run on {platform}: {why}")
-        implement: Callable = importlib.import_module(platforms.MODULES[name].format(op=self.name)).implement
+        args, params = jax.tree.unflatten(tree, ctx.avals_in), dict(params)
+        target = platforms.target(platform)
+        if implementation is None:
+            implementation = self.choose(target, *args, **params)
+        elif why := self.why_not(implementation, target, **params):
+            raise NotImplementedError(f"{self.name}(implementation={implementation!r}) cannot run on {platform}: {why}")
+        implement = self.implementations[implementation]()
+        outputs = {"outputs": self.outputs(*args, **params)} if self.outputs else {}
 
-        avals = jax.tree.unflatten(tree, ctx.avals_in)
-        new = {"outputs": self.outputs(*avals, **dict(params))} if self.outputs else {}
-
-        def flat_implement(*flat):
-            return implement(*jax.tree.unflatten(tree, flat), **new, **dict(params))
+        def implement_flat(*flat):
+            return implement(*jax.tree.unflatten(tree, flat), **params, **outputs)
 
         try:
-            return mlir.lower_fun(flat_implement, multiple_results=True)(ctx, *flat)
+            return mlir.lower_fun(implement_flat, multiple_results=True)(ctx, *flat)
         except Exception as error:
             for pair, what in platforms.known_bad_pairs():
                 error.add_note(f"{pair} are installed: {what}")

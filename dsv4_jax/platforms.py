@@ -1,23 +1,14 @@
-"""The platform switch: which implementation runs where, and why another cannot."""
+"""Facts about platforms: what a program is lowered for, what is installed, and why an implementation cannot run."""
 
 import functools
 import importlib.metadata
-import importlib.util
 import os
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-if TYPE_CHECKING:
-    from dsv4_jax.config import CompressorConfig
-
-IMPLEMENTATIONS = ("xla", "triton", "cutedsl")
-
-# Where each implementation of an op lives; `{op}` is the op's name. A module is imported only where it is used.
-MODULES = {
-    "xla": "dsv4_jax.common.reference.{op}",
-    "triton": "dsv4_jax.common.ops.{op}",
-    "cutedsl": "dsv4_jax.nvidia.ops.{op}",
-}
+Implementation = Literal["xla", "triton", "cutedsl"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
+GPUS = ("cuda", "rocm")
 
 # Pairs of versions that are known not to work together: a package from and up to a version, both included, another
 # package likewise, and what happens.
@@ -27,28 +18,39 @@ KNOWN_BAD = (
 )
 
 
-class Faster(NamedTuple):
-    """Where CuTeDSL is taken: an op of one compressor, on a GPU, for so many tokens, of a prefill or of a decode."""
+class Target(NamedTuple):
+    """What a program is lowered for.
 
-    op: str
-    compute_capability: str
-    layout: tuple  # compress_ratio, overlap
-    dtypes: tuple[str, ...]  # of kv_score
-    save: str
-    tokens: range
-    prefill: bool = True  # as `metadata.prefill`
+    Attributes:
+      platform: "cpu", "cuda", "rocm" or "tpu".
+      arch: of the GPU, as "sm_90"; None where there is none, as when a program is lowered for another machine.
+    """
+
+    platform: str
+    arch: str | None = None
 
 
-# Where CuTeDSL took clearly less time in docs/measurements/h200_triton_cutedsl.json, h200_triton_cutedsl_long.json and,
-# for long prefills of HCA, h200_hca_prefill.json: by 0.4 us (HCA, one token) to 46 us (CSA of bfloat16, 131072 tokens).
-# Other decodes, save="all", and sizes in between are Triton's; 16384 tokens of HCA take both as long. Where XLA does
-# not capture the call in a command buffer, Python launches it, at a few microseconds more than Triton's launch.
-CUTEDSL_FASTER = (
-    Faster("compress", "9.0", (4, True), ("float32", "bfloat16"), "tail", range(8192, 2**31)),
-    Faster("compress", "9.0", (128, False), ("float32", "bfloat16"), "tail", range(512, 2049)),
-    Faster("compress", "9.0", (128, False), ("float32", "bfloat16"), "tail", range(32768, 2**31)),
-    Faster("compress", "9.0", (128, False), ("float32", "bfloat16"), "tail", range(1, 2), prefill=False),
-)
+def target(platform: str) -> Target:
+    """The target of a platform: the first GPU of this process, if it is such a one."""
+    import jax
+
+    if platform != "cuda":
+        return Target(platform)
+    try:
+        capability = jax.local_devices(backend="cuda")[0].compute_capability
+    except RuntimeError:
+        return Target(platform)
+    return Target(platform, "sm_" + capability.replace(".", ""))
+
+
+def default_target() -> Target:
+    """The target that JAX compiles for by default."""
+    import jax
+
+    backend = jax.default_backend()
+    if backend != "gpu":
+        return Target(backend)
+    return target("rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda")
 
 
 def default_implementation() -> str | None:
@@ -59,78 +61,11 @@ def default_implementation() -> str | None:
     return name
 
 
-def choose(
-    op: str,
-    platform: str,
-    config: "CompressorConfig | None" = None,
-    batch=None,
-    save: str = "tail",
-    prefill: bool = False,
-) -> str:
-    """The implementation that the switch takes.
-
-    Args:
-      op: its name.
-      platform: "cpu", "cuda", "rocm" or "tpu".
-      config: the compressor, if the op has one.
-      batch: the op's first array, `[T, ...]`, or its type. Without these two, what is taken for small batches.
-      save: as `compress` takes it.
-      prefill: `metadata.prefill`.
-    """
-    if platform not in ("cuda", "rocm"):
-        return "xla"
-    if config is not None and batch is not None and _cutedsl_is_faster(op, platform, config, batch, save, prefill):
-        return "cutedsl"
-    return "triton" if why_not("triton", op, platform) is None else "xla"
-
-
-def choices(op: str, platform: str) -> list[str]:
-    """All implementations that the switch takes for an op here, by size; the one for small batches first."""
-    also = _measured_here([faster for faster in CUTEDSL_FASTER if faster.op == op], op, platform)
-    return [choose(op, platform), *(["cutedsl"] if also else [])]
-
-
-def _cutedsl_is_faster(op, platform, config, batch, save, prefill):
-    case = op, (config.compress_ratio, config.overlap), save, prefill
-    measured = [
-        f
-        for f in CUTEDSL_FASTER
-        if (f.op, f.layout, f.save, f.prefill) == case and batch.dtype.name in f.dtypes and batch.shape[0] in f.tokens
-    ]
-    return _measured_here(measured, op, platform, config)
-
-
-def _measured_here(measured, op, platform, config=None):
-    """Whether some of these were measured on such a GPU as is here, and CuTeDSL runs."""
-    if not measured or why_not("cutedsl", op, platform, config) is not None:
-        return False
-    return _compute_capability() in [faster.compute_capability for faster in measured]
-
-
-def _compute_capability():
-    """Of the first NVIDIA GPU, as "9.0"; None if there is none, as when a program is lowered for another machine."""
-    import jax
-
-    try:
-        return jax.local_devices(backend="cuda")[0].compute_capability
-    except RuntimeError:
-        return None
-
-
-def why_not(implementation: str, op: str, platform: str, config: "CompressorConfig | None" = None) -> str | None:
-    """None where the implementation of an op can run, for a compressor if one is given, else why not and what would."""
-    if implementation == "xla":
-        return None
-    if importlib.util.find_spec(MODULES[implementation].format(op=op)) is None:
-        return f"{op} has no {implementation} implementation; use one of {', '.join(implementations(op))}"
+def why_not(implementation: str, target: Target) -> str | None:
+    """None where an implementation can run on a target, else why not and what would."""
     if implementation == "triton":
-        return _why_no_triton(platform)
-    return _why_no_cutedsl(platform, config)
-
-
-def implementations(op: str) -> tuple[str, ...]:
-    """The implementations that an op has, on whatever platform."""
-    return tuple(i for i in IMPLEMENTATIONS if importlib.util.find_spec(MODULES[i].format(op=op)) is not None)
+        return _why_no_triton(target.platform)
+    return _why_no_cutedsl(target) if implementation == "cutedsl" else None
 
 
 def _why_no_triton(platform):
@@ -138,7 +73,7 @@ def _why_no_triton(platform):
         if platform == "cpu":
             return "triton is not installed; its interpreter needs triton and torch, or use implementation='xla'"
         return "triton is not installed; install dsv4-jax[cuda13] or dsv4-jax[rocm]"
-    if platform in ("cuda", "rocm"):
+    if platform in GPUS:
         if not installed("jax-triton"):
             return "jax-triton is not installed; install dsv4-jax[cuda13] or dsv4-jax[rocm]"
         return None
@@ -158,19 +93,41 @@ def _why_no_triton(platform):
     return None
 
 
-def _why_no_cutedsl(platform, config):
-    if platform != "cuda":
+def _why_no_cutedsl(target):
+    if target.platform != "cuda":
         return (
-            f"CuTeDSL kernels run on NVIDIA GPUs only, not on {platform}; with implementation=None, compress and "
-            f"compress_norm_rope_store run on {platform} too"
+            f"CuTeDSL kernels run on NVIDIA GPUs only, not on {target.platform}; with implementation=None, compress "
+            f"and compress_norm_rope_store run on {target.platform} too"
         )
+    if target.arch and int(target.arch.removeprefix("sm_")) < 90:
+        return (
+            f"CuTeDSL kernels use thread block clusters, which GPUs have from sm_90 on; this one is {target.arch}. "
+            "implementation='triton' runs on it"
+        )
+    without = "implementation='triton' does without, and is what the switch takes where it is not installed"
     if not installed("nvidia-cutlass-dsl"):
-        return "nvidia-cutlass-dsl is not installed; install dsv4-jax[cuda13], or use implementation='triton'"
-    if config is not None:
-        from dsv4_jax.nvidia.ops import support
-
-        return support.why_not(config)
+        return f"nvidia-cutlass-dsl is not installed; install dsv4-jax[cuda13]. {without}"
+    if error := _cutlass_import_error():
+        return (
+            f"nvidia-cutlass-dsl cannot be imported: {error}. Installed: {installed_cutlass()}; the cu13 libraries are "
+            f"for CUDA 13, the cu12 ones for CUDA 12. {without}"
+        )
     return None
+
+
+@functools.cache
+def _cutlass_import_error():
+    try:
+        import cutlass.cute  # noqa: F401
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def installed_cutlass() -> str:
+    """The installed packages of cutlass-dsl and their versions."""
+    names = ("nvidia-cutlass-dsl" + end for end in ("", "-libs-base", "-libs-core", "-libs-cu12", "-libs-cu13"))
+    return ", ".join(f"{name} {installed(name)}" for name in names if installed(name)) or "no nvidia-cutlass-dsl"
 
 
 def known_bad_pairs() -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ import pytest
 import dsv4_jax
 from dsv4_jax import doctor, platforms
 from dsv4_jax.__main__ import main
+from dsv4_jax.platforms import Target
 
 GOOD = {
     "jax": "0.11.2",
@@ -35,9 +36,9 @@ def report(monkeypatch, capsys):
     for name in ("DSV4_JAX_IMPLEMENTATION", "TRITON_INTERPRET"):
         monkeypatch.delenv(name, raising=False)
 
-    def run(packages, platform="cpu", torch_has_gpu=True):
+    def run(packages, platform="cpu", arch=None, torch_has_gpu=True):
         monkeypatch.setattr(platforms, "installed", packages.get)
-        monkeypatch.setattr(doctor, "jax_platform", lambda: platform)
+        monkeypatch.setattr(platforms, "default_target", lambda: Target(platform, arch))
         monkeypatch.setattr(doctor, "_torch_has_gpu", lambda: torch_has_gpu)
         if platform != "cpu":  # there is none here to try the kernels on
             monkeypatch.setattr(doctor, "_failure", lambda *_: None)
@@ -50,13 +51,13 @@ def report(monkeypatch, capsys):
 def rows(out):
     """Of each op: what the table says of xla, triton, cutedsl, and what the switch takes."""
     return {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.split()[:1] and
-            line.split()[0] in doctor.ops()}  # fmt: skip
+            line.split()[0] in [op.name for op in doctor.ops()]}  # fmt: skip
 
 
 def test_ops():
     public = (getattr(dsv4_jax, name) for name in dsv4_jax.__all__)
     choosing = [f.__name__ for f in public if callable(f) and "implementation" in inspect.signature(f).parameters]
-    assert doctor.ops() == sorted(choosing) and len(choosing) == 12
+    assert [op.name for op in doctor.ops()] == sorted(choosing) and len(choosing) == 12
 
 
 def test_only_jax_and_numpy(report):
@@ -74,19 +75,17 @@ def test_gpu(report, platform):
     code, out = report(GOOD, platform)
     assert code == 0 and "No problem found." in out
     table = rows(out)
-    assert list(table) == doctor.ops()
-    for op, row in table.items():
-        assert row[:2] == ["yes", "yes"] and row[3] == platforms.choose(op, platform)
+    assert list(table) == [op.name for op in doctor.ops()]
+    for row in table.values():
+        assert row[:2] == ["yes", "yes"] and row[3] == "triton"
         assert row[2] == "-" or (row[2] == "yes") == (platform == "cuda")
 
 
-def test_an_op_of_two_kernels(report, monkeypatch):
-    monkeypatch.setattr(platforms, "_compute_capability", lambda: "9.0")
-    _, out = report(GOOD, "cuda")
+def test_an_op_of_two_kernels(report):
+    _, out = report(GOOD, "cuda", "sm_90")
     assert {op for op, row in rows(out).items() if row[3:] == ["triton,", "cutedsl"]} == {"compress"}
     assert "by compressor and size" in out
-    monkeypatch.setattr(platforms, "_compute_capability", lambda: "10.0")
-    _, out = report(GOOD, "cuda")
+    _, out = report(GOOD, "cuda", "sm_100")
     assert all(len(row) == 4 for row in rows(out).values()) and "by compressor and size" not in out
 
 
@@ -170,11 +169,11 @@ def test_bad_default_implementation(report, monkeypatch):
     ("backend", "version", "want"),
     [("cpu", "", "cpu"), ("gpu", "cuda 13000", "cuda"), ("gpu", "rocm 70100", "rocm"), ("tpu", "", "tpu")],
 )
-def test_jax_platform(monkeypatch, backend, version, want):
+def test_default_target(monkeypatch, backend, version, want):
     client = types.SimpleNamespace(platform_version=f"PJRT C API\n{version}")
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(client=client)])
-    assert doctor.jax_platform() == want
+    assert platforms.default_target().platform == want
 
 
 def test_imports_nothing_optional(tmp_path):

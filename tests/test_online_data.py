@@ -209,9 +209,3 @@ def test_errors():
         wrong = dataclasses.replace(meta, **{name: getattr(meta, name)[:, :0]})
         with pytest.raises(ValueError, match=rf"metadata\.{name} has shape .*, 0\]; it must be {must}"):
             feed.compress(kv_score, feed.state, feed.cache, wrong)
-
-
-def test_cutedsl_has_none():
-    from dsv4_jax.nvidia.ops import support
-
-    assert "no online state; implementation='triton'" in support.why_not(CompressorConfig.hca(state="online"))

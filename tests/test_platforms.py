@@ -8,27 +8,43 @@ import pytest
 
 import dsv4_jax
 from dsv4_jax import CompressorConfig, CompressorMetadata, platforms
+from dsv4_jax.api import compress, compress_norm_rope_store
+from dsv4_jax.platforms import Target
 
 CSA, HCA, INDEXER = CompressorConfig.csa(), CompressorConfig.hca(), CompressorConfig.indexer()
 ONLINE = CompressorConfig.hca(state="online")
 ALL = ("triton", "jax-triton", "torch", "nvidia-cutlass-dsl")
+H200 = Target("cuda", "sm_90")
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Sets what is installed and the GPU's compute capability (None: no GPU)."""
+    """Sets what is installed."""
 
-    def be(packages=ALL, capability="9.0"):
+    def be(packages=ALL):
         monkeypatch.setattr(platforms, "installed", lambda package: "1.0" if package in packages else None)
-        monkeypatch.setattr(platforms, "_compute_capability", lambda: capability)
+        monkeypatch.setattr(platforms, "_cutlass_import_error", lambda: None)
 
     be()
     return be
 
 
-def choose(config, tokens, dtype="float32", op="compress", platform="cuda", save="tail", prefill=True):
-    batch = jax.ShapeDtypeStruct((tokens, 2 * config.width), jnp.dtype(dtype))
-    return platforms.choose(op, platform, config, batch, save, prefill)
+def choose(config, tokens, *, target=H200, save="tail", requests=1):
+    """What the switch takes for `compress` of a batch whose tokens are those of so many requests."""
+    arguments = jax.eval_shape(functools.partial(make, config, tokens, "float32", requests))
+    return compress.OP.choose(target, *arguments, None, config=config, save=save)
+
+
+def make(config, tokens, dtype, requests=1):
+    columns = 1 if config.state == "online" else -(-tokens // config.page_rows)
+    metadata = CompressorMetadata.build(
+        config, jnp.arange(requests + 1), jnp.ones(requests, jnp.int32), jnp.zeros((requests, columns), jnp.int32),
+        jnp.zeros((requests, 1), jnp.int32), num_tokens=tokens,
+    )  # fmt: skip
+    states = jnp.zeros((8, config.page_rows, config.state_width))
+    kv_score, ape = jnp.zeros((tokens, 2 * config.width), dtype), jnp.zeros((config.compress_ratio, config.width))
+    cache = config.format.allocate(8, config.kv_page_rows)
+    return kv_score, ape, states, cache, metadata, jnp.ones(config.head_dim), jnp.zeros((tokens, 64))
 
 
 @pytest.mark.parametrize(
@@ -47,17 +63,14 @@ def test_by_compressor_and_size(machine, config, tokens, taken):
 
 def test_only_what_was_measured_is_taken(machine):
     assert choose(CSA, 65536) == "cutedsl"
-    assert choose(CSA, 8191, "bfloat16") == "triton" and choose(CSA, 8192, "bfloat16") == "cutedsl"
-    assert choose(HCA, 1024, "bfloat16") == choose(HCA, 65536, "bfloat16") == "cutedsl"
     assert choose(CSA, 65536, save="all") == choose(HCA, 1024, save="all") == "triton"
-    assert choose(CSA, 65536, prefill=False) == choose(HCA, 1024, prefill=False) == "triton"
-    assert choose(HCA, 1, prefill=False) == choose(HCA, 1, "bfloat16", prefill=False) == "cutedsl"
-    assert choose(HCA, 2, prefill=False) == choose(HCA, 1, "float16", prefill=False) == "triton"
-    assert choose(CSA, 1, prefill=False) == choose(HCA, 1, save="all", prefill=False) == "triton"
-    assert choose(CSA, 65536, op="compress_norm_rope_store") == "triton"
-    for capability in ("8.9", "10.0", "12.0", None):
-        machine(capability=capability)
-        assert choose(CSA, 65536) == "triton"
+    # Decodes: one token a request.
+    assert choose(CSA, 16384, requests=16384) == choose(HCA, 1024, requests=1024) == "triton"
+    assert choose(HCA, 1) == "cutedsl"
+    assert choose(HCA, 2, requests=2) == choose(CSA, 1) == choose(HCA, 1, save="all") == "triton"
+    for arch in ("sm_89", "sm_100", "sm_120", None):
+        assert choose(CSA, 65536, target=Target("cuda", arch)) == "triton"
+    assert compress_norm_rope_store.OP.choose(H200, config=CSA) == "triton"
 
 
 def test_what_is_not_installed_is_not_taken(machine):
@@ -71,44 +84,43 @@ def test_what_is_not_installed_is_not_taken(machine):
 
 @pytest.mark.parametrize(("platform", "taken"), [("cpu", "xla"), ("tpu", "xla"), ("rocm", "triton")])
 def test_other_platforms(machine, platform, taken):
-    assert choose(CSA, 65536, platform=platform) == taken
+    assert choose(CSA, 65536, target=Target(platform)) == taken
 
 
 def test_without_a_batch_small_ones_count(machine):
-    assert platforms.choose("compress", "cuda") == platforms.choose("compress", "cuda", CSA) == "triton"
+    assert compress.OP.choose(H200) == "triton"
 
 
-def test_no_gpu_no_capability():
+def test_no_gpu_no_arch():
     if jax.default_backend() == "cpu":
-        assert platforms._compute_capability() is None
+        assert platforms.target("cuda") == Target("cuda", None)
+
+
+@pytest.mark.parametrize(
+    ("arch", "why"), [("sm_90", None), ("sm_100", None), ("sm_120", None), ("sm_89", "this one is sm_89")]
+)
+def test_cutedsl_needs_clusters(machine, arch, why):
+    said = compress.OP.why_not("cutedsl", Target("cuda", arch), config=CSA, save="tail")
+    assert said is None if why is None else why in said and "'triton'" in said
 
 
 def lowered(tokens, dtype, save="tail"):
     """`compress`, traced for shapes alone, as it is lowered for CUDA."""
-
-    def make():
-        metadata = CompressorMetadata.build(
-            CSA, jnp.array([0, tokens]), jnp.array([tokens]),
-            jnp.zeros((1, tokens // 4), jnp.int32), jnp.zeros((1, tokens // 256), jnp.int32), num_tokens=tokens,
-        )  # fmt: skip
-        states = jnp.zeros((tokens // 4, 4, 2 * CSA.width))
-        kv_score, ape = jnp.zeros((tokens, 2 * CSA.width), dtype), jnp.zeros((4, CSA.width))
-        return kv_score, ape, states, CSA.format.allocate(8, 64), metadata, jnp.ones(512), jnp.zeros((tokens, 64))
-
     call = jax.jit(functools.partial(dsv4_jax.compress, config=CSA, save=save))
-    return call.trace(*jax.eval_shape(make)).lower(lowering_platforms=("cuda",)).as_text()
+    arguments = jax.eval_shape(functools.partial(make, CSA, tokens, dtype))
+    return call.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_ops_tell_the_switch_their_size_and_dtype(monkeypatch):
     seen = []
 
-    def record(op, platform, config, batch, save, prefill):
-        seen.append((op, platform, config, batch.shape, batch.dtype.name, save, prefill))
+    def record(target, kv_score, *args, config, save):
+        seen.append((target.platform, config, kv_score.shape, kv_score.dtype.name, save))
         return "xla"
 
-    monkeypatch.setattr(platforms, "choose", record)
+    monkeypatch.setattr(compress.OP, "choose", record)
     lowered(1024, "bfloat16", "all")
-    assert seen == [("compress", "cuda", CSA, (1024, 2048), "bfloat16", "all", True)]
+    assert seen == [("cuda", CSA, (1024, 2048), "bfloat16", "all")]
 
 
 def test_a_large_prefill_is_lowered_to_cutedsl(machine, monkeypatch):
@@ -116,5 +128,5 @@ def test_a_large_prefill_is_lowered_to_cutedsl(machine, monkeypatch):
     from dsv4_jax.nvidia.ops.helpers import launch
 
     monkeypatch.setattr(launch, "loaded", lambda kernel, shape, arch: None)
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    monkeypatch.setattr(platforms, "target", lambda platform: H200)
     assert lowered(8192, "float32").count("gpu_callback_cmd_buffer") == 1

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from dsv4_jax import platforms
+from dsv4_jax.api.compress import OP
 from dsv4_jax.demo import engine, exact
 from dsv4_jax.demo.checkpoint import checkpoint_weights
 from dsv4_jax.demo.weights import BadInput, random_weights
-from dsv4_jax.doctor import jax_platform
 
 
 def main(
@@ -110,7 +110,7 @@ def _checked_implementation(name):
         name = name or platforms.default_implementation()
     except ValueError as error:
         raise BadInput(str(error)) from error
-    if name and (why := platforms.why_not(name, "compress", jax_platform())):
+    if name and (why := platforms.why_not(name, platforms.default_target())):
         raise BadInput(f"implementation {name!r} cannot run here: {why}")
     return name
 
@@ -130,8 +130,8 @@ def _check(config, weights, result):
 
 
 def _print_table(verdicts, tokens, implementation):
-    platform = jax_platform()
-    chosen = implementation or platforms.choose("compress", platform)
+    target = platforms.default_target()
+    chosen = implementation or OP.choose(target)
     rows = [("compressor", "format", "tokens", "keys", "bytes/token", "as bf16*", "smaller", "worst error**", "")]
     for kind, (config, verdict) in verdicts.items():
         stored = config.format.row_bytes / config.compress_ratio
@@ -146,7 +146,7 @@ def _print_table(verdicts, tokens, implementation):
         left = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
         right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
         print("  ".join(left + right).rstrip())
-    print(f"implementation {chosen} on {platform} ({jax.devices()[0].device_kind}), jax {jax.__version__}")
+    print(f"implementation {chosen} on {target.platform} ({jax.devices()[0].device_kind}), jax {jax.__version__}")
     print("*  a bfloat16 vector of the same channels for every token; page padding is not counted")
     print("** of any value, as a fraction of what its format's rounding allows; 1 is a tie between two of its values")
     print()

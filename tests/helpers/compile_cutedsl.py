@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax import CompressorConfig, CompressorMetadata
-from dsv4_jax.nvidia.ops import compress, compress_norm_rope_store, launch
-from dsv4_jax.nvidia.ops import compress as kernels
+from dsv4_jax.nvidia.ops import compress
+from dsv4_jax.nvidia.ops.helpers import launch
 
 # Cache format, dtype of kv_score (None: from the state cache alone), of the norm weight, what is saved.
 OF_EACH = (
@@ -73,11 +73,12 @@ def trace(config, fmt, dtype, norm_dtype, save, tokens):
     norm, cos_sin = jnp.ones(config.head_dim, norm_dtype), jnp.zeros((tokens, config.rope_head_dim))
     scale = jnp.float32(1) if config.format.needs_scale else None
     if fmt == "two launches":
-        rows = kernels.compress_kv(states, metadata, config=config)
-        return kernels.norm_rope_insert(rows, states, cache, metadata, norm, cos_sin, scale, config=config)
+        types = (jax.ShapeDtypeStruct((metadata.closing.shape[0], config.head_dim), jnp.float32),)
+        (rows,) = compress.implement_compress_kv(states, metadata, config=config, outputs=types)
+        return compress.implement_norm_rope_insert(rows, states, cache, metadata, norm, cos_sin, scale, config=config)
     args = states, cache, metadata, norm, cos_sin, scale
     if dtype is None:
-        return compress_norm_rope_store.implement(*args, config=config)
+        return compress.implement_store(*args, config=config)
     kv_score, ape = jnp.zeros((tokens, 2 * config.width), dtype), jnp.zeros((config.compress_ratio, config.width))
     return compress.implement(kv_score, ape, *args, config=config, save=save)
 

@@ -102,6 +102,12 @@ def implement(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_s
     return state_cache, kv_cache
 
 
+def implement_store(*args, config):
+    """See `dsv4_jax.compress_norm_rope_store`: the same kernels, with every row taken from the state cache."""
+    _, kv_cache = implement(None, None, *args, config=config, save="none")
+    return (kv_cache,)
+
+
 @triton.jit
 def _compress_store_kernel(
     closing, window_slots, kv_score, ape, state_cache, saving, positions, slot_mapping,

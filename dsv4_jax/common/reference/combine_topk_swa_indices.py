@@ -1,99 +1,12 @@
-"""`combine_topk_swa_indices`: the gathered rows that a query attends to: its top-k compressed ones, then its window."""
+"""`combine_topk_swa_indices` in plain JAX."""
 
-import jax
 import jax.numpy as jnp
-
-from dsv4_jax import checks
-from dsv4_jax.op import Op
-
-ALIGN = 128  # the width of a row of indices is a multiple of this
-
-
-def outputs(topk_indices, *_, window_size, topk, **__):
-    """The types of `indices` and `lens`."""
-    tokens, width = topk_indices.shape[0], -(-(topk + window_size) // ALIGN) * ALIGN
-    return jax.ShapeDtypeStruct((tokens, width), jnp.int32), jax.ShapeDtypeStruct((tokens,), jnp.int32)
-
-
-_op = Op("combine_topk_swa_indices", outputs=outputs)
-
-
-def combine_topk_swa_indices(
-    topk_indices: jax.Array,
-    query_start_loc: jax.Array,
-    seq_lens: jax.Array,
-    gather_lens: jax.Array,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    M: int,
-    N: int,
-    *,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Lists, for each query token, the rows of a gathered buffer that it attends to.
-
-    The buffer holds M rows a request: from row 0 its compressed keys, from row N the keys of its last `gather_lens[b]`
-    tokens, as `dequantize_and_gather_k_cache` puts them there. A token at position p of request b has the row
-
-      1. the first `min((p + 1) // compress_ratio, topk)` of the token's `topk_indices`, each plus `M * b`;
-      2. `M * b + N + q - (seq_lens[b] - gather_lens[b])` for q from `max(p - window_size + 1, 0)` to p;
-      3. -1 to the end.
-
-    Args:
-      topk_indices: `[T, K]` int32, compressed rows of each query token, counted within its request.
-      query_start_loc: `[R + 1]` int32, where each request's tokens begin, and the end; the batch's first token has the
-        number `query_start_loc[0]`, so that it may be a slice of a longer one.
-      seq_lens: `[R]` int32, tokens of each request with those of this batch, which are its last.
-      gather_lens: `[R]` int32, how many of them were gathered, from 0 to `seq_lens`.
-      window_size: tokens of the sliding window, the query's own among them.
-      compress_ratio: m, tokens of a compressed row.
-      topk: how many of `topk_indices` count, from 0 to K.
-      M: rows of the buffer a request; `M * R` must be below 2**31.
-      N: rows before the gathered tokens, from 0 to M.
-      implementation: "xla", "triton" or None: the platform switch chooses.
-
-    Returns:
-      indices: `[T, W]` int32, W being `topk + window_size` rounded up to a multiple of 128. What is not in the buffer
-        is -1 in its place: a top-k index outside `[0, N)`, a token before the gathered ones, a row from M on.
-      lens: `[T]` int32, entries of 1. and 2. together. A token that is in no request, or in one whose lengths are not
-        as above, has a row of -1 and length 0.
-    """
-    topk_indices = checks.integers("topk_indices", topk_indices, ("T", "K"))
-    seq_lens = checks.integers("seq_lens", seq_lens, ("R",))
-    requests = seq_lens.shape[0]
-    query_start_loc = checks.integers("query_start_loc", query_start_loc, (requests + 1,))
-    gather_lens = checks.integers("gather_lens", gather_lens, (requests,))
-    window_size = checks.at_least("window_size", window_size, 1)
-    compress_ratio = checks.at_least("compress_ratio", compress_ratio, 1)
-    topk = checks.at_least("topk", topk, 0)
-    M = checks.at_least("M", M, 0)
-    N = checks.at_least("N", N, 0)
-    if topk > topk_indices.shape[1]:
-        raise ValueError(f"topk is {topk}; it must be at most {topk_indices.shape[1]}, the columns of topk_indices")
-    if N > M:
-        raise ValueError(f"N is {N}; it must be at most M, {M}")
-    if M * requests >= 2**31:
-        raise ValueError(f"M is {M}; M times {requests} requests must be below 2**31")
-    indices, lens = _op(
-        topk_indices,
-        query_start_loc,
-        seq_lens,
-        gather_lens,
-        window_size=window_size,
-        compress_ratio=compress_ratio,
-        topk=topk,
-        M=M,
-        N=N,
-        implementation=implementation,
-    )
-    return indices, lens
 
 
 def implement(
     topk_indices, query_start_loc, seq_lens, gather_lens, *, window_size, compress_ratio, topk, M, N, outputs
 ):
-    """The op in plain JAX."""
+    """See `dsv4_jax.combine_topk_swa_indices`."""
     tokens, requests = topk_indices.shape[0], seq_lens.shape[0]
     indices, lens = outputs
     if requests == 0:

@@ -1,58 +1,10 @@
-"""`compute_global_topk_indices_and_lens`: the rows of its request that a token attends to, as rows of the cache."""
+"""`compute_global_topk_indices_and_lens` in plain JAX."""
 
-import jax
 import jax.numpy as jnp
-
-from dsv4_jax import checks
-from dsv4_jax.op import Op
-
-
-def outputs(topk_indices, *_, **__):
-    """The types of `indices` and `lens`."""
-    return jax.ShapeDtypeStruct(topk_indices.shape, jnp.int32), jax.ShapeDtypeStruct(topk_indices.shape[:1], jnp.int32)
-
-
-_op = Op("compute_global_topk_indices_and_lens", outputs=outputs)
-
-
-def compute_global_topk_indices_and_lens(
-    topk_indices: jax.Array,
-    token_to_req: jax.Array,
-    block_table: jax.Array,
-    page_rows: int,
-    is_valid_token: jax.Array,
-    *,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Gives `block_table[r, i // page_rows] * page_rows + i % page_rows` for each index i of a token of request r.
-
-    Args:
-      topk_indices: `[T, K]` int32, rows of the compressed cache counted within the token's request; negative: none.
-      token_to_req: `[T]` int32, each token's row of `block_table`.
-      block_table: `[R, B]` int32, the pages of each request; negative: none.
-      page_rows: rows of a page.
-      is_valid_token: `[T]` bool; False for padding, of which only the length becomes 0.
-      implementation: "xla", "triton" or None: the platform switch chooses.
-
-    Returns:
-      indices: `[T, K]` int32, rows of the whole cache, each where its local index was. -1 for a negative index, a
-        request or a column outside the table, a negative page, and a page whose last row does not fit int32.
-      lens: `[T]` int32, how many of a token's indices are not -1; 0 where the token is not valid.
-    """
-    topk_indices = checks.integers("topk_indices", topk_indices, ("T", "K"))
-    tokens = topk_indices.shape[0]
-    token_to_req = checks.integers("token_to_req", token_to_req, (tokens,))
-    block_table = checks.integers("block_table", block_table, ("R", "B"))
-    page_rows = checks.at_least("page_rows", page_rows, 1)
-    is_valid_token = checks.array("is_valid_token", is_valid_token, (tokens,), (jnp.bool_,))
-    indices, lens = _op(
-        topk_indices, token_to_req, block_table, is_valid_token, page_rows=page_rows, implementation=implementation
-    )
-    return indices, lens
 
 
 def implement(topk_indices, token_to_req, block_table, is_valid_token, *, page_rows, outputs):
-    """The op in plain JAX."""
+    """See `dsv4_jax.compute_global_topk_indices_and_lens`."""
     requests, columns = block_table.shape
     if block_table.size == 0:
         return jnp.full_like(topk_indices, -1), jnp.zeros_like(token_to_req)

@@ -1,84 +1,14 @@
-"""`fused_indexer_q_rope_quant`: the indexer's queries, rotated and in fp8 or MXFP4, and the weights of their scores."""
+"""`fused_indexer_q_rope_quant` in plain JAX."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv4_jax import checks
-from dsv4_jax.cache import CACHE_FORMATS, ROPE_DIM
+from dsv4_jax.cache import CACHE_FORMATS
 from dsv4_jax.common.reference.helpers.rope import rope
-from dsv4_jax.op import Op
-
-HEAD_DIM = 128
-
-
-def outputs(positions, q, *_, use_fp4, **__):
-    rows = q.shape[:2]
-    weights = jax.ShapeDtypeStruct(rows, jnp.float32)
-    if use_fp4:
-        values = jax.ShapeDtypeStruct((*rows, HEAD_DIM // 2), jnp.uint8)
-        return values, jax.ShapeDtypeStruct(rows, jnp.int32), weights
-    return jax.ShapeDtypeStruct((*rows, HEAD_DIM), jnp.float8_e4m3fn), weights
-
-
-_op = Op("fused_indexer_q_rope_quant", outputs=outputs)
-
-
-def fused_indexer_q_rope_quant(
-    positions: jax.Array,
-    q: jax.Array,
-    cos_sin: jax.Array,
-    weights: jax.Array,
-    softmax_scale: float,
-    head_scale: float,
-    use_fp4: bool = False,
-    *,
-    implementation: str | None = None,
-) -> tuple[jax.Array | tuple[jax.Array, jax.Array], jax.Array]:
-    """RoPE of the last 64 channels of each head at the token's own position, quantized as the indexer's keys are.
-
-    The rotation is in float32, as interleaved pairs: `even' = even·cos - odd·sin`, `odd' = odd·cos + even·sin`. All
-    channels are then rounded to bfloat16 and quantized by the rules of the cache formats `indexer_fp8` and
-    `indexer_mxfp4`. In fp8 a head has one scale, a power of two, which only its weight carries:
-    `weights · scale · softmax_scale · head_scale`, multiplied in this order in float32. In MXFP4 scales are an array of
-    their own, and weights become `weights · softmax_scale · head_scale`.
-
-    A token whose position is outside the RoPE table, as padding's -1 is, has zeros in all results. Channels that are
-    not finite become what `CacheFormat.pack` says; of a head in fp8 they make the scale 2^120, so its weight is large,
-    infinite or, where `weights` is 0, still 0. A weight that is NaN is NaN (0x7FC00000).
-
-    Args:
-      positions: `[T]` int32.
-      q: `[T, H, 128]` bfloat16 or float32.
-      cos_sin: `[P, 64]` float32, cos then sin, as `Yarn.table` makes it; of magnitude at most 1.
-      weights: `[T, H]` bfloat16 or float32, of each head's score.
-      softmax_scale: a number above 0, `128 ** -0.5` in the models.
-      head_scale: a number above 0, `H ** -0.5` in the models.
-      use_fp4: MXFP4 instead of fp8.
-      implementation: "xla", "triton" or None: the platform switch chooses.
-
-    Returns:
-      q and weights `[T, H]` float32. q is `[T, H, 128]` float8_e4m3fn; with `use_fp4` it is a pair: values `[T, H, 64]`
-      uint8, two E2M1 a byte, the even channel in the low nibble, and scales `[T, H]` int32, four UE8M0 bytes, that of
-      the first 32 channels lowest.
-    """
-    q = checks.array("q", q, ("T", "H", HEAD_DIM), checks.FLOATS)
-    tokens, heads, _ = q.shape
-    positions = checks.integers("positions", positions, (tokens,))
-    cos_sin = checks.array("cos_sin", cos_sin, ("P", ROPE_DIM))
-    weights = checks.array("weights", weights, (tokens, heads), checks.FLOATS)
-    options = {
-        "softmax_scale": checks.positive("softmax_scale", softmax_scale),
-        "head_scale": checks.positive("head_scale", head_scale),
-        "use_fp4": use_fp4,
-    }
-    checks.instance("use_fp4", use_fp4, bool)
-    values, *scales, weights = _op(positions, q, cos_sin, weights, implementation=implementation, **options)
-    return (values, scales[0]) if use_fp4 else values, weights
 
 
 def implement(positions, q, cos_sin, weights, *, softmax_scale, head_scale, use_fp4, outputs):
-    """The op in plain JAX."""
+    """See `dsv4_jax.fused_indexer_q_rope_quant`."""
     if q.size == 0 or cos_sin.shape[0] == 0:
         return tuple(jnp.zeros(s.shape, s.dtype) for s in outputs)
     values, scales = CACHE_FORMATS["indexer_mxfp4" if use_fp4 else "indexer_fp8"].pack(

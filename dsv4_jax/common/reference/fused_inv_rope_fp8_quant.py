@@ -1,107 +1,25 @@
-"""`fused_inv_rope_fp8_quant`: attention's output, rotated back and in fp8, ready for the grouped output projection."""
+"""`fused_inv_rope_fp8_quant` in plain JAX."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv4_jax import checks
-from dsv4_jax.cache import ROPE_DIM, bf16, e8m0, pow2, quantize_fp8
+from dsv4_jax.cache import bf16, e8m0, pow2, quantize_fp8
 from dsv4_jax.common.reference.helpers.rope import rope
-from dsv4_jax.op import Op
 
-HEAD_DIM = 512
 AMAX_MIN = 1e-10
 
 
-def outputs(o, *_, n_groups, quant_group_size, tma_aligned_scales, quantize):
-    tokens, heads, _ = o.shape
-    width = heads * HEAD_DIM // n_groups
-    shape = tokens, n_groups, width
-    if not quantize:
-        return (jax.ShapeDtypeStruct(shape, jnp.bfloat16),)
-    blocks = width // quant_group_size
-    scales = (blocks // 4, jnp.int32) if tma_aligned_scales else (blocks, jnp.float32)
-    return (
-        jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn),
-        jax.ShapeDtypeStruct((tokens, n_groups, scales[0]), scales[1]),
-    )
-
-
-_op = Op("fused_inv_rope_fp8_quant", outputs=outputs)
-
-
-def fused_inv_rope_fp8_quant(
-    o: jax.Array,
-    positions: jax.Array,
-    cos_sin: jax.Array,
-    n_groups: int,
-    heads_per_group: int,
-    quant_group_size: int = 128,
-    tma_aligned_scales: bool = False,
-    quantize: bool = True,
-    *,
-    implementation: str | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Inverse RoPE of the last 64 channels of each head at the token's own position, then fp8 with a scale a block.
-
-    The rotation is in float32, as interleaved pairs: `even' = even·cos + odd·sin`, `odd' = odd·cos - even·sin`. For
-    each `quant_group_size` channels `amax = max(|x|, 1e-10)`, `e = ceil(log2(amax / 448))`, value
-    `fp8(clip(x · 2^-e, ±448))`, straight from float32. Without `quantize` channels are rounded once, to bfloat16.
-
-    A token whose position is outside the RoPE table, as padding's -1 is, has zeros in all results. In a block's amax
-    NaN counts as infinity, and infinity gives e = 120; NaN is stored as 0x7F (fp8) or 0x7FC0 (bfloat16), and infinity
-    saturates in fp8.
-
-    Args:
-      o: `[T, heads, 512]` bfloat16, heads being `n_groups * heads_per_group`, group after group.
-      positions: `[T]` int32.
-      cos_sin: `[P, 64]` float32, cos then sin, as `Yarn.table` makes it; of magnitude at most 1.
-      n_groups: G, groups of the output projection.
-      heads_per_group: heads of a group.
-      quant_group_size: channels that share a scale: 32, 64 or 128.
-      tma_aligned_scales: scales as UE8M0 bytes, four to an int32, instead of float32.
-      quantize: False leaves bfloat16.
-      implementation: "xla", "triton" or None: the platform switch chooses.
-
-    Returns:
-      Values `[T, G, heads_per_group * 512]` float8_e4m3fn, and scales `[T, G, B]` float32, B being
-      `heads_per_group * 512 // quant_group_size`, or `[T, G, B // 4]` int32, the first block's byte lowest. Without
-      `quantize` one array, `[T, G, heads_per_group * 512]` bfloat16.
-    """
-    n_groups = checks.at_least("n_groups", n_groups, 1)
-    heads_per_group = checks.at_least("heads_per_group", heads_per_group, 1)
-    o = checks.array("o", o, ("T", n_groups * heads_per_group, HEAD_DIM), (jnp.bfloat16,))
-    positions = checks.integers("positions", positions, (o.shape[0],))
-    cos_sin = checks.array("cos_sin", cos_sin, ("P", ROPE_DIM))
-    checks.one_of("quant_group_size", quant_group_size, (32, 64, 128))
-    quant_group_size = checks.at_least("quant_group_size", quant_group_size, 32)
-    checks.instance("tma_aligned_scales", tma_aligned_scales, bool)
-    checks.instance("quantize", quantize, bool)
-    results = _op(
-        o,
-        positions,
-        cos_sin,
-        implementation=implementation,
-        n_groups=n_groups,
-        quant_group_size=quant_group_size,
-        tma_aligned_scales=tma_aligned_scales,
-        quantize=quantize,
-    )
-    return (results[0], results[1]) if quantize else results[0]
-
-
-def implement(o, positions, cos_sin, *, outputs, **params):
-    """The op in plain JAX."""
-    shapes = outputs
+def implement(o, positions, cos_sin, *, quant_group_size, tma_aligned_scales, quantize, outputs, **_):
+    """See `dsv4_jax.fused_inv_rope_fp8_quant`."""
     if o.size == 0 or cos_sin.shape[0] == 0:
-        return tuple(jnp.zeros(s.shape, s.dtype) for s in shapes)
-    x = rope(o.astype(jnp.float32), cos_sin, positions, inverse=True).reshape(shapes[0].shape)  # group after group
+        return tuple(jnp.zeros(s.shape, s.dtype) for s in outputs)
+    x = rope(o.astype(jnp.float32), cos_sin, positions, inverse=True).reshape(outputs[0].shape)  # group after group
     inside = ((positions >= 0) & (positions < cos_sin.shape[0]))[:, None, None]
-    if not params["quantize"]:
+    if not quantize:
         return (jnp.where(inside, bf16(x), 0),)
-    values, e = quantize_fp8(x, params["quant_group_size"], AMAX_MIN)
+    values, e = quantize_fp8(x, quant_group_size, AMAX_MIN)
     values = lax.bitcast_convert_type(jnp.where(inside, values, 0), jnp.float8_e4m3fn)
-    if params["tma_aligned_scales"]:
+    if tma_aligned_scales:
         scales = lax.bitcast_convert_type(e8m0(e).reshape(*e.shape[:2], -1, 4), jnp.int32)
     else:
         scales = pow2(e)

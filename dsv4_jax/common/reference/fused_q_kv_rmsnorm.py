@@ -1,62 +1,16 @@
-"""`fused_q_kv_rmsnorm`: the RMSNorms of the low-rank query and of the key-value vector in one launch."""
+"""`fused_q_kv_rmsnorm` in plain JAX."""
 
-import jax
 import jax.numpy as jnp
 
-from dsv4_jax import checks
 from dsv4_jax.cache import bf16
 from dsv4_jax.common.reference.helpers.rms_norm import rms_norm
-from dsv4_jax.op import Op
-
-_op = Op("fused_q_kv_rmsnorm", outputs=lambda q, kv, *_, **__: (_like(q), _like(kv)))
-
-
-def fused_q_kv_rmsnorm(
-    q: jax.Array,
-    kv: jax.Array,
-    q_weight: jax.Array,
-    kv_weight: jax.Array,
-    eps: float = 1e-6,
-    *,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """RMSNorm of each token's q and kv: `x · rsqrt(mean(x²) + eps) · weight`, as in DeepSeek-V4's attention.
-
-    float32 inside, rounded once to the input's dtype. A row with a channel that is not finite becomes NaN (in bfloat16
-    0x7FC0); one whose sum of squares is beyond float32 becomes 0.
-
-    Args:
-      q: `[T, Dq]` float32 or bfloat16: DeepSeek-V4's has Dq = q_lora_rank = 1024 (Flash) or 1536 (Pro).
-      kv: `[T, Dkv]` float32 or bfloat16; DeepSeek-V4's has Dkv = 512.
-      q_weight: `[Dq]` float32 or bfloat16.
-      kv_weight: `[Dkv]` float32 or bfloat16.
-      eps: above 0.
-      implementation: "xla", "triton" or None: the platform switch chooses.
-
-    Returns:
-      q and kv, normalized, of the shapes and dtypes that they had.
-    """
-    q = checks.array("q", q, ("T", "Dq"), checks.FLOATS)
-    kv = checks.array("kv", kv, (q.shape[0], "Dkv"), checks.FLOATS)
-    for name, array in (("q", q), ("kv", kv)):
-        if array.shape[1] == 0:
-            raise ValueError(f"{name} has shape {list(array.shape)}; it must have at least 1 channel")
-    q_weight = checks.array("q_weight", q_weight, (q.shape[1],), checks.FLOATS)
-    kv_weight = checks.array("kv_weight", kv_weight, (kv.shape[1],), checks.FLOATS)
-    eps = checks.positive("eps", eps)
-    q, kv = _op(q, kv, q_weight, kv_weight, implementation=implementation, eps=eps)
-    return q, kv
 
 
 def implement(q, kv, q_weight, kv_weight, *, eps, outputs):
-    """The op in plain JAX."""
+    """See `dsv4_jax.fused_q_kv_rmsnorm`."""
     return _normalized(q, q_weight, eps), _normalized(kv, kv_weight, eps)
 
 
 def _normalized(x, weight, eps):
     y = rms_norm(x, weight, eps)
     return bf16(y) if x.dtype == jnp.bfloat16 else y
-
-
-def _like(x):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)

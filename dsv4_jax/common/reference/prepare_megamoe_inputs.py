@@ -1,71 +1,15 @@
-"""`prepare_megamoe_inputs`: hidden states and routing as a fused mixture-of-experts kernel reads them."""
+"""`prepare_megamoe_inputs` in plain JAX."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv4_jax import checks
 from dsv4_jax.cache import e8m0, quantize_fp8
-from dsv4_jax.op import Op
 
 BLOCK = 32  # channels under one scale
 
 
-def outputs(hidden, topk_weights, *_, **__):
-    """The types of what is returned."""
-    tokens, width = hidden.shape
-    return (
-        jax.ShapeDtypeStruct((tokens, width), jnp.float8_e4m3fn),
-        jax.ShapeDtypeStruct((tokens, width // (4 * BLOCK)), jnp.int32),
-        jax.ShapeDtypeStruct(topk_weights.shape, jnp.int32),
-        jax.ShapeDtypeStruct(topk_weights.shape, jnp.float32),
-    )
-
-
-_op = Op("prepare_megamoe_inputs", outputs=outputs)
-
-
-def prepare_megamoe_inputs(
-    hidden: jax.Array,
-    topk_weights: jax.Array,
-    topk_ids: jax.Array,
-    is_padding: jax.Array | None = None,
-    *,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Quantizes `hidden` to fp8 with a power-of-two scale for 32 channels, and routes padding to no expert.
-
-    A block's scale is `2 ** ceil(log2(max(amax, 1e-4) / 448))`, exactly; 1e-4 is vLLM's bound, so that a block of zeros
-    has the scale 2**-22, byte 105. In amax NaN counts as infinity, and infinity as the largest finite bfloat16. Values
-    are divided by it and rounded to the nearest, ties to even; NaN is 0x7F, infinity becomes 448.
-
-    Args:
-      hidden: `[T, K]` bfloat16, K a multiple of 128.
-      topk_weights: `[T, k]` float32, the weight of each of a token's experts.
-      topk_ids: `[T, k]` int32, which experts; negative: none.
-      is_padding: `[T]` bool, the rows that belong to no token; none by default. Their hidden states are quantized too.
-      implementation: "xla", "triton" or None: the platform switch chooses.
-
-    Returns:
-      x: `[T, K]` float8_e4m3fn.
-      scales: `[T, K // 128]` int32, the exponents plus 127 (UE8M0) of four blocks, the first in the lowest byte.
-      ids: `[T, k]` int32, `topk_ids`; -1 where negative and in rows of padding.
-      weights: `[T, k]` float32, `topk_weights`; 0 in rows of padding.
-    """
-    hidden = checks.array("hidden", hidden, ("T", "K"), (jnp.bfloat16,))
-    tokens, width = hidden.shape
-    if width % (4 * BLOCK):
-        raise ValueError(f"hidden has shape {list(hidden.shape)}; its last axis must be a multiple of {4 * BLOCK}")
-    topk_weights = checks.array("topk_weights", topk_weights, (tokens, "k"))
-    topk_ids = checks.integers("topk_ids", topk_ids, topk_weights.shape)
-    if is_padding is not None:
-        is_padding = checks.array("is_padding", is_padding, (tokens,), (jnp.bool_,))
-    x, scales, ids, weights = _op(hidden, topk_weights, topk_ids, is_padding, implementation=implementation)
-    return x, scales, ids, weights
-
-
 def implement(hidden, topk_weights, topk_ids, is_padding, *, outputs):
-    """The op in plain JAX."""
+    """See `dsv4_jax.prepare_megamoe_inputs`."""
     tokens, width = hidden.shape
     codes, exponents = quantize_fp8(hidden.astype(jnp.float32), BLOCK)
     x = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)

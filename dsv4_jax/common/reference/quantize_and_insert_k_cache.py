@@ -1,60 +1,10 @@
-"""`quantize_and_insert_k_cache`: finished keys become rows of a cache."""
+"""`quantize_and_insert_k_cache` in plain JAX."""
 
-import operator
-
-import jax
-
-from dsv4_jax import checks
 from dsv4_jax.cache import CACHE_FORMATS
-from dsv4_jax.op import Op
-
-_op = Op("quantize_and_insert_k_cache", updates=(1,))
-
-
-def quantize_and_insert_k_cache(
-    k: jax.Array,
-    cache: jax.Array,
-    slots: jax.Array,
-    *,
-    page_rows: int,
-    cache_format: str = "fp8_ds_mla",
-    kv_scale: jax.Array | float | None = None,
-    implementation: str | None = None,
-) -> jax.Array:
-    """Quantizes keys that have had their RMSNorm and RoPE, and stores each at its slot.
-
-    The bytes of a row, of one that is not finite too, are those of `CacheFormat.pack`: for `fp8_ds_mla` the first 448
-    channels are rounded to bfloat16 and, in blocks of 64, to `fp8(x / 2**e)`, `e = ceil(log2(max(amax, 1e-4) / 448))`,
-    with the scale byte `e + 127`; the 64 RoPE channels stay bfloat16.
-
-    Args:
-      k: `[T, head_dim]` bfloat16 or float32.
-      cache: of `cache_format`, as `CacheFormat.allocate` makes it; updated in place when donated.
-      slots: `[T]` int32, `page * page_rows + row`, distinct; a slot outside the cache, as padding's -1 is, stores
-        nothing.
-      page_rows: rows of a page.
-      cache_format: name of the `CacheFormat`.
-      kv_scale: `[]` float32, what values are divided by; for the format `fp8` alone, and needed there.
-      implementation: "xla", "triton" or None: the platform switch chooses.
-
-    Returns:
-      The cache.
-    """
-    checks.one_of("cache_format", cache_format, tuple(CACHE_FORMATS))
-    fmt = CACHE_FORMATS[cache_format]
-    k = checks.array("k", k, ("T", fmt.head_dim), checks.FLOATS)
-    checks.at_least("page_rows", page_rows, 1)
-    fmt.check_cache("cache", cache, page_rows)
-    cache = checks.array("cache", cache, cache.shape, (fmt.dtype,))
-    slots = checks.integers("slots", slots, (k.shape[0],))
-    kv_scale = fmt.check_scale("kv_scale", kv_scale)
-    options = {"cache_format": cache_format, "page_rows": operator.index(page_rows)}
-    (cache,) = _op(k, cache, slots, kv_scale, implementation=implementation, **options)
-    return cache
 
 
 def implement(k, cache, slots, kv_scale, *, cache_format, page_rows):
-    """The op in plain JAX."""
+    """See `dsv4_jax.quantize_and_insert_k_cache`."""
     if not (k.size and cache.size):
         return (cache,)
     fmt = CACHE_FORMATS[cache_format]

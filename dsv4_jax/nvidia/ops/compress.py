@@ -18,7 +18,8 @@ from cutlass import Float32, Int32, Int64
 
 import bridge
 from dsv4_jax.cache import page_stride
-from dsv4_jax.nvidia.ops import compress_prefill, support
+from dsv4_jax.nvidia import support
+from dsv4_jax.nvidia.ops import compress_prefill
 from dsv4_jax.nvidia.ops.helpers import launch
 from dsv4_jax.nvidia.ops.helpers.launch import Arguments, Shape
 from dsv4_jax.nvidia.ops.helpers.memory import load, load4, store4, store_in_peer
@@ -57,19 +58,17 @@ class Call(NamedTuple):
 
 
 def implement(*args, config, save):
-    return run(*args, config=config, save=save)
-
-
-def run(*args, config, save):
-    """Launches one kernel; the arguments are those of `plan`.
-
-    Returns:
-      The state cache and the cache.
-    """
+    """See `dsv4_jax.compress`: one launch."""
     call = plan(*args, config=config, save=save)
     _, _, state_cache, kv_cache, *_ = args
     results = dict(zip(call.updates, launched(call), strict=True)) if call else {}
     return results.get("state_cache", state_cache), results.get("kv_cache", kv_cache)
+
+
+def implement_store(*args, config):
+    """See `dsv4_jax.compress_norm_rope_store`: the same launch, with every row taken from the state cache."""
+    _, kv_cache = implement(None, None, *args, config=config, save="none")
+    return (kv_cache,)
 
 
 def plan(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config, save):
@@ -112,12 +111,12 @@ def plan(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, k
     return Call(kernel, shape, arrays, numbers, updates)
 
 
-def compress_kv(state_cache, metadata, *, config):
+def implement_compress_kv(state_cache, metadata, *, config, outputs):
     """See `dsv4_jax.compress_kv_sparse_attn_cutedsl`."""
     windows = metadata.closing.shape[0]
-    compressed = jax.ShapeDtypeStruct((windows, config.head_dim), jnp.float32)
+    (compressed,) = outputs
     if windows == 0 or state_cache.shape[0] == 0:
-        return jnp.zeros(compressed.shape, compressed.dtype)
+        return (jnp.zeros(compressed.shape, compressed.dtype),)
     shape = _shape(config, windows)
     arrays = {"closing": metadata.closing, "window_slots": metadata.window_slots, "state_cache": state_cache}
     numbers = {
@@ -129,13 +128,13 @@ def compress_kv(state_cache, metadata, *, config):
         "windows": windows,
         "blocks": windows * CLUSTER if _is_long(shape) else windows,
     }
-    return launched(Call(_kernel(shape), shape, arrays, numbers, ()), compressed)[0]
+    return launched(Call(_kernel(shape), shape, arrays, numbers, ()), compressed)[:1]
 
 
-def norm_rope_insert(compressed, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config):
+def implement_norm_rope_insert(compressed, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config):
     """See `dsv4_jax.norm_rope_insert_sparse_attn_cutedsl`."""
     if not (metadata.closing.shape[0] and kv_cache.shape[0] and cos_sin.shape[0]):
-        return kv_cache
+        return (kv_cache,)
     windows = metadata.closing.shape[0]
     arrays = {
         "closing": metadata.closing,
@@ -149,7 +148,7 @@ def norm_rope_insert(compressed, state_cache, kv_cache, metadata, norm_weight, c
         arrays["kv_scale"] = kv_scale
     numbers = _lengths(metadata, state_cache, kv_cache, cos_sin) | {"windows": windows, "blocks": windows}
     shape = _shape(config, windows, kv_cache, None, norm_weight)
-    return launched(Call(_norm_rope_insert, shape, arrays, numbers, ("kv_cache",)))[0]
+    return launched(Call(_norm_rope_insert, shape, arrays, numbers, ("kv_cache",)))
 
 
 def launched(call, out_type=None, *, command_buffer_compatible=True):

@@ -1,10 +1,19 @@
-"""From a window of states to a finished key: gather, softmax-sum, RMSNorm, RoPE. Plain JAX, before quantization."""
+"""From a window of states to a stored key in plain JAX: gather, softmax-sum, RMSNorm, RoPE, quantize, store."""
 
 import jax.numpy as jnp
 
 from dsv4_jax.common.reference.helpers import online
 from dsv4_jax.common.reference.helpers.rms_norm import rms_norm
 from dsv4_jax.common.reference.helpers.rope import rope
+
+
+def store_keys(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config):
+    """Makes the keys of the closing windows, quantizes and stores them."""
+    if not (metadata.closing.size and kv_cache.size and cos_sin.size):
+        return kv_cache
+    keys, slots = normalized_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, config=config)
+    values, scales = config.format.pack(keys, kv_scale)
+    return config.format.store(kv_cache, values, scales, slots, config.kv_page_rows)
 
 
 def normalized_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, *, config):

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
-from dsv4_jax.nvidia.ops import support
+from dsv4_jax import platforms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +118,9 @@ def loaded(kernel, shape: Shape, arch: str):
         return compiled(kernel, shape, arch).to()
     except Exception as error:
         error.add_note(
-            f"The CuTeDSL kernel for {arch} could not be compiled and loaded. Installed: {support.installed()}; the "
-            "cu13 libraries are for CUDA 13, the cu12 ones for CUDA 12. implementation='triton' does without them"
+            f"The CuTeDSL kernel for {arch} could not be compiled and loaded. Installed: "
+            f"{platforms.installed_cutlass()}; the cu13 libraries are for CUDA 13, the cu12 ones for CUDA 12. "
+            "implementation='triton' does without them"
         )
         raise
 

@@ -1,0 +1,135 @@
+"""`compress`: from the projection's output to states saved and keys stored, in one pass."""
+
+from typing import Literal, NamedTuple
+
+import jax
+
+from dsv4_jax import checks
+from dsv4_jax.api.compress_norm_rope_store import check_store
+from dsv4_jax.common.reference import compress as reference
+from dsv4_jax.config import CompressorConfig
+from dsv4_jax.metadata import CompressorMetadata
+from dsv4_jax.nvidia import support
+from dsv4_jax.op import Op
+from dsv4_jax.platforms import Implementation
+
+Save = Literal["tail", "all"]
+
+
+def compress(
+    kv_score: jax.Array,
+    ape: jax.Array,
+    state_cache: jax.Array,
+    kv_cache: jax.Array,
+    metadata: CompressorMetadata,
+    norm_weight: jax.Array,
+    cos_sin: jax.Array,
+    *,
+    config: CompressorConfig,
+    save: Save = "tail",
+    kv_scale: jax.Array | float | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Saves states and stores the keys of closed windows, each input read once.
+
+    Rows of a window that are in this batch come from `kv_score`, older ones from the state cache. The keys are those of
+    `save_partial_states` followed by `compress_norm_rope_store`, up to the order in which float32 sums are made, which
+    may differ by a batch's shapes (docs/compressor.md says how far that goes). No slot that this call writes may hold a
+    row that one of its windows still needs.
+
+    Args:
+      kv_score: `[T, 2W]` float32 or bfloat16, the projection's output: kv in the first half, score in the second.
+      ape: `[m, W]` float32, the position bias.
+      state_cache: `[pages, page_rows, config.state_width]` float32; updated in place when donated.
+      kv_cache: the cache of `config.format`; updated in place when donated.
+      metadata: this step's `CompressorMetadata`.
+      norm_weight: `[D]` float32 or bfloat16.
+      cos_sin: `[P, 64]` float32, cos then sin, as `Yarn.table` makes it.
+      config: the compressor.
+      save: "tail" saves the states that a later step can need; "all" saves every token's, for prefixes that requests
+        share; the online state has no rows to share.
+      kv_scale: `[]` float32, what values are divided by; for the format `fp8` alone, and needed there.
+      implementation: "xla", "triton", "cutedsl" or None: the platform switch chooses.
+
+    Returns:
+      The state cache and the cache.
+    """
+    checks.one_of("save", save, ("tail", "all"))
+    checks.instance("config", config, CompressorConfig)
+    if config.state == "online" and save == "all":
+        raise ValueError(
+            "save is 'all'; with the online state it must be 'tail': there are no rows to share, and a prefix that is "
+            "shared up to a multiple of the compress ratio needs no state"
+        )
+    state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale = check_store(
+        state_cache, kv_cache, metadata, norm_weight, cos_sin, config, kv_scale
+    )
+    tokens = metadata.positions.shape[0]
+    kv_score = checks.array("kv_score", kv_score, (tokens, 2 * config.width), checks.FLOATS)
+    ape = checks.array("ape", ape, (config.compress_ratio, config.width))
+    state_cache, kv_cache = OP(
+        kv_score,
+        ape,
+        state_cache,
+        kv_cache,
+        metadata,
+        norm_weight,
+        cos_sin,
+        kv_scale,
+        implementation=implementation,
+        config=config,
+        save=save,
+    )
+    return state_cache, kv_cache
+
+
+def _triton():
+    from dsv4_jax.common.ops.compress import implement
+
+    return implement
+
+
+def _cutedsl():
+    from dsv4_jax.nvidia.ops.compress import implement
+
+    return implement
+
+
+class Faster(NamedTuple):
+    """Batches for which CuTeDSL is taken: of one compressor, a prefill or a decode, so many tokens."""
+
+    layout: tuple[int, bool]  # compress_ratio, overlap
+    tokens: range
+    prefill: bool = True  # as `metadata.prefill`
+
+
+# Where CuTeDSL took clearly less time on an H200 (docs/performance.md has the times), for save="tail" and kv_score of
+# float32 and bfloat16: by 0.4 us (HCA, one token) to 46 us (CSA of bfloat16, 131072 tokens). Everything else is
+# Triton's. Where XLA does not capture the call in a command buffer, Python launches a CuTeDSL kernel, which takes a
+# few microseconds more than Triton's launch.
+CUTEDSL_FASTER = (
+    Faster((4, True), range(8192, 2**31)),
+    Faster((128, False), range(512, 2049)),
+    Faster((128, False), range(32768, 2**31)),
+    Faster((128, False), range(1, 2), prefill=False),
+)
+
+
+def _preference(kv_score, ape, state_cache, kv_cache, metadata, *_, config, save):
+    case = (config.compress_ratio, config.overlap), metadata.prefill
+    faster = save == "tail" and any(
+        (f.layout, f.prefill) == case and kv_score.shape[0] in f.tokens for f in CUTEDSL_FASTER
+    )
+    return ("cutedsl", "triton") if faster else ("triton",)
+
+
+OP = Op(
+    "compress",
+    updates=(2, 3),
+    xla=reference.implement,
+    triton=_triton,
+    cutedsl=_cutedsl,
+    why_not=support.why_not,
+    preference=_preference,
+    measured_on=("sm_90",),
+)

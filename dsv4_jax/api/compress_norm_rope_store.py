@@ -1,0 +1,105 @@
+"""`compress_norm_rope_store`: windows that this step closes, read from the state cache, become keys in the cache."""
+
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax import checks
+from dsv4_jax.common.reference import compress_norm_rope_store as reference
+from dsv4_jax.config import CompressorConfig
+from dsv4_jax.metadata import CompressorMetadata, checked_metadata
+from dsv4_jax.nvidia import support
+from dsv4_jax.op import Op
+from dsv4_jax.platforms import Implementation
+
+
+def compress_norm_rope_store(
+    state_cache: jax.Array,
+    kv_cache: jax.Array,
+    metadata: CompressorMetadata,
+    norm_weight: jax.Array,
+    cos_sin: jax.Array,
+    *,
+    config: CompressorConfig,
+    kv_scale: jax.Array | float | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Gated softmax over each closed window, RMSNorm, RoPE, quantize, store.
+
+    The states of the whole window must be in the state cache; `compress` also takes them from the batch. A window
+    whose position lies past the RoPE table, or that has no row at all, writes nothing.
+
+    Args:
+      state_cache: `[pages, page_rows, 2W]` float32.
+      kv_cache: the cache of `config.format`; updated in place when donated.
+      metadata: this step's `CompressorMetadata`.
+      norm_weight: `[D]` float32 or bfloat16.
+      cos_sin: `[P, 64]` float32, cos then sin, as `Yarn.table` makes it.
+      config: the compressor.
+      kv_scale: `[]` float32, what values are divided by; for the format `fp8` alone, and needed there.
+      implementation: "xla", "triton", "cutedsl" or None: the platform switch chooses.
+
+    Returns:
+      The cache.
+    """
+    args = check_store(state_cache, kv_cache, metadata, norm_weight, cos_sin, config, kv_scale)
+    if config.state != "rows":
+        raise ValueError(f"config.state is {config.state!r}; it must be 'rows': compress alone keeps the online state")
+    (kv_cache,) = OP(*args, implementation=implementation, config=config)
+    return kv_cache
+
+
+def compress_norm_rope_store_triton(*args, **options) -> jax.Array:
+    """`compress_norm_rope_store` by its Triton kernels; takes the same arguments but `implementation`."""
+    return compress_norm_rope_store(*args, implementation="triton", **options)
+
+
+def compress_norm_rope_store_cutedsl(*args, **options) -> jax.Array:
+    """`compress_norm_rope_store` by its CuTeDSL kernels; takes the same arguments but `implementation`.
+
+    Serves compressors of head_dim 512 (CSA, HCA) on NVIDIA GPUs of compute capability 9.0 and newer.
+
+    Raises:
+      NotImplementedError: says what is missing for the compressor, the GPU or the installation, and what would do.
+    """
+    return compress_norm_rope_store(*args, implementation="cutedsl", **options)
+
+
+def fused_kv_compress_norm_rope_insert_sparse_attn_cutedsl(*args, **options) -> jax.Array:
+    """One launch from the state cache to the stored keys: another name of `compress_norm_rope_store_cutedsl`."""
+    return compress_norm_rope_store_cutedsl(*args, **options)
+
+
+def check_store(state_cache, kv_cache, metadata, norm_weight, cos_sin, config, kv_scale) -> tuple:
+    """Checks the arguments that all ops which store keys have; returns them, without the config, as arrays."""
+    metadata = checked_metadata(metadata, config)
+    state_cache = checks.array("state_cache", state_cache, ("pages", config.page_rows, config.state_width))
+    config.format.check_cache("kv_cache", kv_cache, config.kv_page_rows)
+    norm_weight = checks.array("norm_weight", norm_weight, (config.head_dim,), checks.FLOATS)
+    cos_sin = checks.array("cos_sin", cos_sin, ("P", config.rope_head_dim))
+    kv_scale = config.format.check_scale("kv_scale", kv_scale)
+    return state_cache, jnp.asarray(kv_cache), metadata, norm_weight, cos_sin, kv_scale
+
+
+# Both run the kernels of `compress`, with every row taken from the state cache.
+
+
+def _triton():
+    from dsv4_jax.common.ops.compress import implement_store
+
+    return implement_store
+
+
+def _cutedsl():
+    from dsv4_jax.nvidia.ops.compress import implement_store
+
+    return implement_store
+
+
+OP = Op(
+    "compress_norm_rope_store",
+    updates=(1,),
+    xla=reference.implement,
+    triton=_triton,
+    cutedsl=_cutedsl,
+    why_not=support.why_not,
+)
