@@ -3,13 +3,15 @@
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 
 from dsv4_jax import pretrained
 from dsv4_jax.cache import CACHE_FORMATS, CacheFormat
 from dsv4_jax.rope import Yarn
+
+State = Literal["rows", "online"]
 
 
 @jax.tree_util.register_static
@@ -42,7 +44,7 @@ class CompressorConfig:
     rope_head_dim: int = 64
     eps: float = 1e-6
     rope: Yarn = dataclasses.field(default_factory=Yarn)
-    state: str = "rows"
+    state: State = "rows"
 
     def __post_init__(self):
         m = self.compress_ratio
@@ -62,7 +64,7 @@ class CompressorConfig:
             raise ValueError(f"rope_head_dim is {self.rope_head_dim!r}; the cache formats are laid out for 64")
         if not self.eps > 0:
             raise ValueError(f"eps is {self.eps!r}; it must be positive")
-        if self.state not in ("rows", "online"):
+        if self.state not in get_args(State):
             raise ValueError(f"state is {self.state!r}; it must be 'rows' or 'online'")
         if self.state == "online" and self.overlap:
             raise ValueError("state is 'online'; with overlap it must be 'rows', since a token is in two windows")
@@ -79,7 +81,7 @@ class CompressorConfig:
         *,
         page_rows: int | None = None,
         kv_page_rows: int = 2,
-        state: str = "rows",
+        state: State = "rows",
     ) -> "CompressorConfig":
         """Heavily compressed attention: one key of 512 channels per 128 tokens.
 
