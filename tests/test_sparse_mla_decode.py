@@ -58,8 +58,9 @@ def test_golden(kind, implementation):
         keys.append(np.concatenate(parts))
     exact = attention.attend(given["q"], given["sink"], keys)
     attention.assert_near(o, exact, lse)
-    attention.assert_within_flashmla(o, exact.o)
-    attention.assert_within_flashmla(o, arrays["out"])
+    many = [len(k) >= 100 for k in keys]
+    attention.assert_within_flashmla(o, exact.o, many)
+    attention.assert_within_flashmla(o, arrays["out"], many)
     np.testing.assert_allclose(lse, arrays["lse"], atol=1e-5, rtol=2e-6)
     # And FlashMLA's own outputs are within the bounds that the tests hold these implementations to.
     attention.assert_near(arrays["out"], exact, arrays["lse"])

@@ -41,8 +41,9 @@ def test_golden(implementation):
     exact = expected(*given)
     attention.assert_near(o, exact, lse)
     tolerance = {"absolute": 8e-4, "relative": 3 / 128, "cosine": 7e-6}
-    attention.assert_within_flashmla(o, exact.o, **tolerance)
-    attention.assert_within_flashmla(o, arrays["out"], **tolerance)
+    many = arrays["lens"] >= 100
+    attention.assert_within_flashmla(o, exact.o, many, **tolerance)
+    attention.assert_within_flashmla(o, arrays["out"], many, **tolerance)
 
 
 @pytest.mark.parametrize(

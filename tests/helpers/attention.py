@@ -90,12 +90,16 @@ def assert_near(got, exact, lse=None):
         assert (np.abs(lse - np.where(none, lse, exact.lse))[~none] <= exact.lse_error[~none]).all()
 
 
-def assert_within_flashmla(got, want, *, absolute=1e-3, relative=2 / 128, cosine=5e-6):
-    """FlashMLA's own tolerance."""
+def assert_within_flashmla(got, want, many, *, absolute=1e-3, relative=2 / 128, cosine=5e-6):
+    """FlashMLA's own tolerance: each element of tokens with `many` keys `[T]`, and the angle of every token.
+
+    Over few keys of magnitude 1 the elements are larger than in FlashMLA's tests, and its own outputs exceed it.
+    """
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    error = np.abs(got - want)
-    assert ((error <= absolute) | (error <= relative * np.abs(want))).all(), error.max()
-    assert 1 - 2 * (got * want).sum() / max((got**2 + want**2).sum(), 1e-30) <= cosine or not want.any()
+    error = np.abs(got - want)[many]
+    assert len(error) and ((error <= absolute) | (error <= relative * np.abs(want[many]))).all(), error.max()
+    for g, w in zip(got, want, strict=True):
+        assert 1 - 2 * (g * w).sum() / max((g**2 + w**2).sum(), 1e-30) <= cosine or not w.any()
 
 
 @dataclasses.dataclass

@@ -34,12 +34,13 @@ class Rows(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """How a launch is divided: heads of a program, keys of a block, programs of a token's heads, warps."""
+    """How a launch is divided: heads of a program, keys of a block, programs of a token's heads, warps, blocks in flight."""
 
     heads: int
     keys: int
     splits: int
     warps: int
+    stages: int
 
 
 def implement(
@@ -89,6 +90,7 @@ def attend(q, sink, rows, kv_scale, cache_format, softmax_scale, tiles=None):
             "HEADS": heads,
             "TILE": tiles.heads,
             "KEYS": tiles.keys,
+            "STAGES": tiles.stages,
             "TWO": len(rows) == 2,
             "PAGE_ROWS": first.page_rows,
             "PAGE_BYTES": page_stride(first.cache),
@@ -126,14 +128,14 @@ def choose_tiles(tokens: int, heads: int, columns: list[int]) -> Tiles:
     programs = tokens * triton.cdiv(heads, head_tile)
     blocks = sum(triton.cdiv(n, keys) for n in columns)
     splits = max(1, min(PROGRAMS // programs, blocks))
-    return Tiles(head_tile, keys, splits, 8 if head_tile == 64 else 4)
+    return Tiles(head_tile, keys, splits, 8 if head_tile == 64 else 4, 2)
 
 
 @triton.jit
 def _attend_kernel(
     q, cache, indices, lens, cache_2, indices_2, lens_2, kv_scale, sink, o, lse,
     pages, columns, pages_2, columns_2,
-    FORMAT: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, TWO: tl.constexpr,
+    FORMAT: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, TWO: tl.constexpr,
     PAGE_ROWS: tl.constexpr, PAGE_BYTES: tl.constexpr, PAGE_ROWS_2: tl.constexpr, PAGE_BYTES_2: tl.constexpr,
     SCALE: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +148,7 @@ def _attend_kernel(
     a, b, c, d, largest, total = _sum_over_keys(
         q + row * 512, present, cache, indices, lens, cache_2, indices_2, lens_2, kv_scale,
         pages, columns, pages_2, columns_2, token, 0, 1,
-        FORMAT, TILE, KEYS, TWO, PAGE_ROWS, PAGE_BYTES, PAGE_ROWS_2, PAGE_BYTES_2, SCALE,
+        FORMAT, TILE, KEYS, STAGES, TWO, PAGE_ROWS, PAGE_BYTES, PAGE_ROWS_2, PAGE_BYTES_2, SCALE,
     )  # fmt: skip
     divisor = _divisor(largest, total, tl.load(sink + head, mask=present, other=0.0))[:, None]
     at = o.to(tl.pointer_type(tl.int16)) + row[:, None] * 512
@@ -162,7 +164,7 @@ def _attend_kernel(
 def _attend_part_kernel(
     q, cache, indices, lens, cache_2, indices_2, lens_2, kv_scale, part, largest, total,
     pages, columns, pages_2, columns_2, splits,
-    FORMAT: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, TWO: tl.constexpr,
+    FORMAT: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, TWO: tl.constexpr,
     PAGE_ROWS: tl.constexpr, PAGE_BYTES: tl.constexpr, PAGE_ROWS_2: tl.constexpr, PAGE_BYTES_2: tl.constexpr,
     SCALE: tl.constexpr,
 ):  # fmt: skip
@@ -177,7 +179,7 @@ def _attend_part_kernel(
     a, b, c, d, m, n = _sum_over_keys(
         q + row * 512, present, cache, indices, lens, cache_2, indices_2, lens_2, kv_scale,
         pages, columns, pages_2, columns_2, token, share, splits,
-        FORMAT, TILE, KEYS, TWO, PAGE_ROWS, PAGE_BYTES, PAGE_ROWS_2, PAGE_BYTES_2, SCALE,
+        FORMAT, TILE, KEYS, STAGES, TWO, PAGE_ROWS, PAGE_BYTES, PAGE_ROWS_2, PAGE_BYTES_2, SCALE,
     )  # fmt: skip
     row = row * splits + share
     tl.store(largest + row, m, mask=present)
@@ -227,14 +229,14 @@ def _divisor(largest, total, sink):
 
 @triton.jit
 def _lse(largest, total):
-    return tl.where(total == 0, float("inf"), (largest + tl.log2(total)) * 0.6931471805599453)
+    return tl.where(total == 0, float("inf"), (largest + tl.log2(tl.where(total == 0, 1.0, total))) * 0.6931471805599453)
 
 
 @triton.jit
 def _sum_over_keys(
     q, present, cache, indices, lens, cache_2, indices_2, lens_2, kv_scale,
     pages, columns, pages_2, columns_2, token, share, shares,
-    FORMAT: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, TWO: tl.constexpr,
+    FORMAT: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, TWO: tl.constexpr,
     PAGE_ROWS: tl.constexpr, PAGE_BYTES: tl.constexpr, PAGE_ROWS_2: tl.constexpr, PAGE_BYTES_2: tl.constexpr,
     SCALE: tl.constexpr,
 ):  # fmt: skip
@@ -264,7 +266,8 @@ def _sum_over_keys(
     if TWO:
         length_2 = tl.minimum(tl.load(lens_2 + token), columns_2)
         all_blocks += tl.cdiv(tl.maximum(length_2, 0), KEYS)
-    for block in range(share * all_blocks // shares, (share + 1) * all_blocks // shares):
+    first, last = share * all_blocks // shares, (share + 1) * all_blocks // shares
+    for block in tl.range(first, last, num_stages=STAGES):
         key = block * KEYS + tl.arange(0, KEYS)
         if TWO:
             of_2 = block >= blocks
