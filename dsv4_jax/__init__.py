@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AttentionMetadata",
     "CACHE_FORMATS",
+    "AttentionMetadata",
     "CacheFormat",
     "CompressorConfig",
     "CompressorMetadata",

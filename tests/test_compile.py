@@ -32,6 +32,8 @@ def test_kernels_compile(target, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     names = {line.split()[0] for line in done.stdout.splitlines()[:-1]}
     assert names == {
+        "_attend_kernel",
+        "_attend_part_kernel",
         "_combine_kernel",
         "_compress_kernel",
         "_compress_store_kernel",
@@ -42,6 +44,7 @@ def test_kernels_compile(target, tmp_path):
         "_insert_kernel",
         "_inv_rope_kernel",
         "_inv_rope_quant_kernel",
+        "_join_kernel",
         "_online_fold_kernel",
         "_online_walk_kernel",
         "_online_write_kernel",

@@ -12,9 +12,15 @@ ROOT = Path(__file__).parents[1]
 SAYS = {
     "decode_loop": r"441 tokens of 3 requests, 109 keys in 3 cache pages\n6 of 12 state pages in use, 2 compilations\n",
     "from_torch": r"10 keys from torch's hidden states; JAX's own differ by \d\.\de[+-]\d\d of the largest\n",
+    "sparse_decode": r"4 steps of 3 requests, 1 compilation, at most 0\.00\d from dense attention\n",
     "parity": r"compressor .*\nCSA +fp8_ds_mla(.*\n)+CSA +bf16(.*\n)+indexer +indexer_mxfp4(.*\n)+HCA(.*\n)+\*.*\n",
 }
-NEEDS = {"decode_loop": ["flax"], "from_torch": ["flax", "torch"], "parity": ["flax", "torch", "transformers"]}
+NEEDS = {
+    "sparse_decode": [],
+    "decode_loop": ["flax"],
+    "from_torch": ["flax", "torch"],
+    "parity": ["flax", "torch", "transformers"],
+}
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (ROOT / "examples").glob("*.py")))

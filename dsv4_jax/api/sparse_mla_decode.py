@@ -65,7 +65,7 @@ def sparse_mla_decode(
       lens: `[T]` int32.
       page_rows: rows of a page of `cache`.
       cache_format: "fp8_ds_mla", "bf16" or "fp8".
-      kv_scale: `[]` float32, what values of both caches are multiplied by; for the format `fp8` alone, and needed there.
+      kv_scale: `[]` float32, what values of both caches are multiplied by; for the format `fp8` alone, needed there.
       softmax_scale: a static number.
       return_lse: whether to return lse, too.
       positions: `[T]` int32, of the tokens; a token outside the RoPE table gets zeros.

@@ -27,6 +27,8 @@ from dsv4_jax.common.ops import (
     prepare_megamoe_inputs,
     quantize_and_insert_k_cache,
     save_partial_states,
+    sparse_mla_decode,
+    sparse_mla_prefill,
 )
 from dsv4_jax.common.ops.helpers import launch
 
@@ -77,6 +79,7 @@ def compile_launches(target: GPUTarget) -> dict:
     jax.eval_shape(_rotated_heads)
     jax.eval_shape(_normalized_queries)
     jax.eval_shape(_keys_in_and_out)
+    jax.eval_shape(_attention)
     return compiled
 
 
@@ -192,6 +195,27 @@ def _keys_in_and_out():
             quantize_and_insert_k_cache.implement(k, cache, i32(9), scale, **options)
             arrays = cache, i32(2), i32(2, 5), i32(2), i32(), out
             dequantize_and_gather_k_cache.implement(*arrays, scale, **options)
+
+
+def _attention():
+    """Few tokens, whose keys are split, and many; one cache and two."""
+    i32 = lambda *shape: jnp.zeros(shape, jnp.int32)
+    for fmt, heads, tokens, second in (
+        ("fp8_ds_mla", 64, 1, True),
+        ("fp8_ds_mla", 16, 200, False),
+        ("fp8", 16, 1, False),
+    ):
+        q = jnp.zeros((tokens, heads, 512), jnp.bfloat16)
+        cache, scale = CACHE_FORMATS[fmt].allocate(8, 64), jnp.float32(1) if fmt == "fp8" else None
+        window = cache, i32(tokens, 128), i32(tokens)
+        rows = (CACHE_FORMATS[fmt].allocate(8, 2), i32(tokens, 512), i32(tokens)) if second else (None, None, None)
+        options = {"softmax_scale": 1.0, "return_lse": False, "quant_group_size": None, "tma_aligned_scales": False}
+        options |= {"outputs": (jax.ShapeDtypeStruct(q.shape, q.dtype),)}
+        pages = {"window_page_rows": 64, "page_rows": 2 if second else None, "cache_format": fmt}
+        arrays = q, *window, jnp.zeros(heads), *rows, scale, None, None
+        sparse_mla_decode.implement(*arrays, **pages, **options)
+    arrays = q, jnp.zeros((9, 512), jnp.bfloat16), i32(1, 128), i32(1), jnp.zeros(16), None, None
+    sparse_mla_prefill.implement(*arrays, **options)
 
 
 if __name__ == "__main__":

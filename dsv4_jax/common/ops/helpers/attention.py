@@ -229,7 +229,9 @@ def _divisor(largest, total, sink):
 
 @triton.jit
 def _lse(largest, total):
-    return tl.where(total == 0, float("inf"), (largest + tl.log2(tl.where(total == 0, 1.0, total))) * 0.6931471805599453)
+    return tl.where(
+        total == 0, float("inf"), (largest + tl.log2(tl.where(total == 0, 1.0, total))) * 0.6931471805599453
+    )
 
 
 @triton.jit
