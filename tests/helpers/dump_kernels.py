@@ -19,12 +19,12 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TRITON_DISABLE_LINE_INFO": "1"}
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import dsv4_jax
+from dsv4_jax.common.ops.helpers.launch import launching_with
 from dsv4_jax import CACHE_FORMATS, CompressorConfig, CompressorMetadata
 
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "int32": "i32", "uint8": "u8", "float8_e4m3fn": "fp8e4nv", "bool": "i1"}
@@ -53,16 +53,12 @@ def _launches(call) -> list:
     """What an op hands to jax-triton when it is lowered for CUDA."""
     launches = []
 
-    def record(*, kernel, grid, out_type, input_output_aliases, num_warps, **named):
-        constants = {p.name: named.pop(p.name) for p in kernel.params if p.is_constexpr}
-        launches.append((kernel, named, out_type, constants, num_warps))
-        return [jnp.zeros(t.shape, t.dtype) for t in out_type]
+    def record(kernel, grid, updates, outputs, num_warps, constants, args):
+        launches.append((kernel, args, tuple(outputs.values()), constants, num_warps))
+        return tuple(args[name] for name in updates) + tuple(jnp.zeros(o.shape, o.dtype) for o in outputs.values())
 
-    original, jax_triton.triton_call = jax_triton.triton_call, record
-    try:
+    with launching_with(record):
         jax.jit(call).trace().lower(lowering_platforms=("cuda",))
-    finally:
-        jax_triton.triton_call = original
     return launches
 
 
