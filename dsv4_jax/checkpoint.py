@@ -40,8 +40,8 @@ NAME = re.compile(
     r"(?:(?:language_)?model\.)*layers\.(\d+)\.((?:\w+\.)*?compressor(?:\.\w+)*?)\."
     rf"({'|'.join(map(re.escape, ROLES))})"
 )
-SCALES = ("scale", "weight_scale_inv")  # instead of `weight`, at the end of the name
-BLOCK = 128  # rows and columns of a quantized weight under one scale
+SCALES = ("scale", "weight_scale_inv", "weight_scale")  # instead of `weight`, at the end of the name
+BLOCKS = (128, 32)  # rows, and columns, of a quantized weight under one scale
 DTYPES = {
     "F32": jnp.float32,
     "F16": jnp.float16,
@@ -62,7 +62,8 @@ def load_compressors(
 
     Names: DeepSeek's (`layers.N.attn.compressor.wkv.weight`), Hugging Face's
     (`model.layers.N.self_attn.compressor.kv_proj.weight`) and vLLM's (`...compressor.fused_wkv_wgate.weight`). Weights
-    in fp8 are multiplied by the scales of their blocks of 128 x 128: `weight_scale_inv`, or `scale` in UE8M0.
+    in fp8 are multiplied by the scales of their blocks of 128 x 128 or 32 x 32: `weight_scale_inv`, `scale` or
+    compressed-tensors' `weight_scale`.
 
     Args:
       path: a .safetensors file, or a directory of them, with or without `model.safetensors.index.json`.
@@ -167,7 +168,7 @@ class Checkpoint:
         if missing := [role for role in needed if role not in names]:
             ends = " or ".join(end for end, role in ROLES.items() if role == missing[0])
             of = f"layer {layer}'s {'indexer' if indexer else 'compressor'}"
-            raise ValueError(f"{self.directory}: {of} has no tensor {ends}")
+            raise ValueError(f"{self.directory}: {of} has no tensor {ends}{self._others(layer, indexer)}")
         w = config.width
         if "kv_gate" in names:
             projection = self._weight(names["kv_gate"], 2 * w, None, dtype)
@@ -185,19 +186,35 @@ class Checkpoint:
         tensor.must_have(shape, ("F32", "F16", "BF16"))
         return tensor.map().astype(np.dtype(dtype))
 
+    def _others(self, layer: int, indexer: bool) -> str:
+        """What a compressor has under other names, for an error."""
+        pattern = re.compile(rf"(?:\w+\.)*layers\.{layer}\.(?:\w+\.)*compressor\.[\w.]+")
+        found = [n for n in self.files if pattern.fullmatch(n) and ("indexer" in n.split(".")) == indexer]
+        return f"; it has {', '.join(sorted(found))}" if found else ""
+
     def _weight(self, name: str, rows: int, columns: int | None, dtype: jax.typing.DTypeLike):
         """A projection's weight, multiplied by its scales if it is in fp8."""
         tensor = self.tensor(name)
-        scales = [s for s in (name.removesuffix("weight") + end for end in SCALES) if s in self.files]
-        if tensor.dtype != "F8_E4M3" or not scales:  # without scales, fp8 is an error that says so
+        if tensor.dtype != "F8_E4M3":
             return self._plain(name, (rows, columns), dtype)
         tensor.must_have((rows, columns), ("F8_E4M3",))
-        rows, columns = tensor.shape
+        known = [name.removesuffix("weight") + end for end in SCALES]
+        scales = [s for s in known if s in self.files]
+        if len(scales) != 1:
+            has = " and ".join(scales) or "no scales"
+            raise ValueError(
+                f"{tensor.file}: {name} has dtype F8_E4M3 and {has} beside it; it must have one of {', '.join(known)}"
+            )
         scale = self.tensor(scales[0])
-        scale.must_have((-(-rows // BLOCK), -(-columns // BLOCK)), ("F32", "BF16", "F8_E8M0"))
-        scale = scale.map().astype(np.float32)
-        scale = scale.repeat(BLOCK, axis=0)[:rows].repeat(BLOCK, axis=1)[:, :columns]
-        return (tensor.map().astype(np.float32) * scale).astype(np.dtype(dtype))
+        shapes = {block: tuple(-(-n // block) for n in tensor.shape) for block in BLOCKS}
+        block = next((block for block, shape in shapes.items() if shape == scale.shape), None)
+        if block is None:
+            want = " or ".join(f"{list(shape)} (blocks of {n} x {n})" for n, shape in shapes.items())
+            raise ValueError(f"{scale.file}: {scale.name} has shape {list(scale.shape)}; it must be {want}")
+        scale.must_have(scale.shape, ("F32", "F16", "BF16", "F8_E8M0"))
+        rows, columns = tensor.shape
+        factors = scale.map().astype(np.float32).repeat(block, axis=0)[:rows].repeat(block, axis=1)[:, :columns]
+        return (tensor.map().astype(np.float32) * factors).astype(np.dtype(dtype))
 
 
 def _files(path: Path) -> dict[str, Path]:
@@ -209,14 +226,34 @@ def _files(path: Path) -> dict[str, Path]:
     index = path / "model.safetensors.index.json"
     if index.exists():
         try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = _parsed(index.read_text(encoding="utf-8"))["weight_map"]
             return {name: path / file for name, file in weight_map.items()}
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from error
-    files = {name: file for file in sorted(path.glob("*.safetensors")) for name in _header(file)}
+    files: dict[str, Path] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        for name in _header(file):
+            if other := files.get(name):
+                raise ValueError(
+                    f"{other} and {file} both have {name}; without {index.name}, which says what counts, one must not"
+                )
+            files[name] = file
     if not files:
         raise FileNotFoundError(f"{path} has no .safetensors file with a tensor in it")
     return files
+
+
+def _parsed(text: str | bytes):
+    """JSON of which no object may name a thing twice: Python would take the last."""
+
+    def unique(pairs):
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"{next(name for name in names if names.count(name) > 1)} stands in it twice")
+        return found
+
+    return json.loads(text, object_pairs_hook=unique)
 
 
 def _header(file: Path) -> dict[str, Tensor]:
@@ -231,7 +268,7 @@ def _read_header(file: Path, size: int, _) -> dict[str, Tensor]:
             length = int.from_bytes(stream.read(8), "little")
             if 8 + length > size:
                 raise ValueError("its header is longer than the file")
-            header = json.loads(stream.read(length))
+            header = _parsed(stream.read(length))
         header.pop("__metadata__", None)
         tensors = {}
         for name, entry in header.items():

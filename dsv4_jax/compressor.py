@@ -7,6 +7,7 @@ from dsv4_jax import checks
 from dsv4_jax.api.compress import Save, compress
 from dsv4_jax.config import CompressorConfig
 from dsv4_jax.metadata import CompressorMetadata
+from dsv4_jax.platforms import Implementation
 
 try:
     from flax import nnx
@@ -83,7 +84,7 @@ class DeepseekCompressor(nnx.Module):
         *,
         save: Save = "tail",
         kv_scale: jax.Array | float | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Projects the hidden states, saves states and stores the keys of windows that close.
 

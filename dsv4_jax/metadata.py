@@ -17,9 +17,10 @@ INT32_MAX = 2**31 - 1
 class CompressorMetadata:
     """The slots of one step's tokens, and the plan: which batch rows close windows, compact.
 
-    T tokens of R requests lie one request after another, each request's tokens in position order. Everything is int32,
-    and everything is data: new values need no new compilation. -1 is the usual padding; a slot, row or request outside
-    its array writes nothing and reads nothing.
+    T tokens of R requests lie one request after another, the tokens of each in position order and side by side; padding
+    (a negative position) may stand before and after them. Everything is int32, and everything is data: new values need
+    no new compilation. -1 is the usual padding; a slot, row or request outside its array writes nothing and reads
+    nothing.
 
     Attributes:
       positions: `[T]`, each token's position in its request.
@@ -30,7 +31,9 @@ class CompressorMetadata:
         online state `[R, 1]`: the request's only page, whose row `p % page_rows` holds the state after position p.
       kv_slot_mapping: `[T]`, cache slot of the key that a token closes.
       closing: `[N, 4]`, the plan of the windows that close, compact, padded with -1: batch row and position of the
-        closing token, cache slot of the key, and how many of the window's last rows are in this batch.
+        closing token, cache slot of the key, and how many of the window's last rows are in this batch: those next to
+        each other whose positions say so, the closing token among them. 0 where the batch has more of the window's
+        rows, apart from these: then `compress`, which needs them, makes no key.
       window_slots: `[N, n]`, the state slots of each window's rows, oldest first, -1 where there is none; with the
         online state `[N, 1]`, slot of the state before the window's first row in the batch, -1 where it begins there.
       saving: `[S, 3]`, the states that `save="tail"` writes, compact, padded with -1. Columns: batch row, position,
@@ -103,9 +106,10 @@ class CompressorMetadata:
     ) -> "CompressorMetadata":
         """Builds metadata from slots that a scheduler already has, as vLLM's does. Works under `jax.jit`.
 
-        With the online state a token whose position does not follow from that of its request's first saves nothing and
-        closes nothing; to the tokens after it its row counts by its place. A slot other than the block table gives for
-        its position saves nothing.
+        A row of the batch belongs to a window by its position and its request, so padding before or after the tokens of
+        a request changes nothing. Where padding or a position left out stands between them, `compress` stores no key of
+        a window across the gap; with the online state all tokens after the gap save nothing and close nothing. With the
+        online state a slot other than the block table gives for a token's position saves nothing.
 
         Args: the attributes of the same names, int32 (int64 where JAX has x64 on); `config` and `rollback` as `build`.
         """
@@ -231,13 +235,18 @@ def _build(config, query_start_loc, seq_lens, block_table, kv_block_table, num_t
 def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, block_table, query_start_loc, rollback):
     tokens, requests = positions.shape[0], block_table.shape[0]
     m, n, online = config.compress_ratio, config.window, config.state == "online"
+    token = jnp.arange(tokens, dtype=jnp.int32)
     real = (positions >= 0) & (token_to_req >= 0) & (token_to_req < requests)
-    runs = None
+    own = real & (token >= _take(query_start_loc, token_to_req, INT32_MAX))
+    own &= token < _take(query_start_loc[1:], token_to_req, 0)
+    begin = runs = None
     if online:
-        # A state is folded from token to token: positions must follow each other.
-        begin = _take(query_start_loc, token_to_req, -1)
-        ahead = jnp.arange(tokens, dtype=jnp.int32) - begin
-        real &= (begin >= 0) & (ahead >= 0) & (positions - ahead == _take(positions, begin, -1))
+        # A state is folded from token to token: what does not follow the request's first token does not count.
+        begin = _least(token, own, token_to_req, requests)
+        first = _take(begin, token_to_req, INT32_MAX)
+        follows = own & (positions - _take(positions, first, 0) == token - first)
+        last = follows & ~jnp.append(follows[1:] & (token_to_req[1:] == token_to_req[:-1]), False)[:tokens]
+        real = follows & (token <= _take(_least(token, last, token_to_req, requests), token_to_req, -1))
         # The state before a token is looked up by the block table: it must be where that token's was saved.
         held = _state_slots(config, block_table, token_to_req, positions)
         slot_mapping = jnp.where(real & (slot_mapping == held), slot_mapping, -1)
@@ -249,13 +258,18 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
     closes = real & ((positions + 1) % m == 0) & (kv_slot_mapping >= 0)
     # A request closes at most one window more than its tokens fill.
     row, rows = _compact(closes, min(tokens, tokens // m + requests))
-    start = _take(query_start_loc, rows(request), 0)
-    in_batch = jnp.clip(row - jnp.maximum(start, 0) + 1, 0, jnp.minimum(n, rows(positions) + 1))
-    closing = [row, rows(positions), rows(kv_slot_mapping), in_batch]
+    position = rows(positions)
     if online:
-        before = jnp.where(in_batch < n, rows(positions) - in_batch, -1)[:, None]
+        in_batch = jnp.clip(row - _take(begin, rows(request), INT32_MAX) + 1, 0, jnp.minimum(n, position + 1))
+        before = jnp.where(in_batch < n, position - in_batch, -1)[:, None]
     else:
-        before = rows(positions)[:, None] - jnp.arange(n - 1, -1, -1, dtype=jnp.int32)
+        back = jnp.arange(n, dtype=jnp.int32)
+        before = position[:, None] - back[::-1]
+        in_batch = _count_in_batch(row, position, rows(request), back, positions, token_to_req)
+        # The request's tokens before those, if the batch has any: they are not in the state cache either.
+        first = _take(_least(positions, own, token_to_req, requests), rows(request), INT32_MAX)
+        in_batch = jnp.where((in_batch < n) & (first <= position - in_batch), 0, in_batch)
+    closing = [row, position, rows(kv_slot_mapping), in_batch]
     window_slots = _state_slots(config, block_table, rows(request)[:, None], before)
 
     if online:
@@ -269,8 +283,8 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
     row, rows = _compact(saves & (slot_mapping >= 0), min(tokens, most))
     saving = [row, rows(positions), rows(slot_mapping)]
     if online:
-        saving.append(jnp.minimum(row - _take(query_start_loc, rows(request), 0), rows(positions) % m) + 1)
-        runs = _runs(config, seq_lens, positions, block_table, query_start_loc)
+        saving.append(jnp.minimum(row - _take(begin, rows(request), INT32_MAX), rows(positions) % m) + 1)
+        runs = _runs(config, seq_lens, positions, block_table, begin)
     return CompressorMetadata(
         positions,
         token_to_req,
@@ -286,16 +300,27 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
     )
 
 
-def _runs(config, seq_lens, positions, block_table, query_start_loc):
+def _count_in_batch(row, position, request, back, positions, token_to_req):
+    """How many rows just before a closing one, it included, hold its window's last positions, by what they say."""
+    at = row[:, None] - back
+    wanted = position[:, None] - back
+    there = (wanted >= 0) & (_take(positions, at, -1) == wanted) & (_take(token_to_req, at, -1) == request[:, None])
+    return jnp.where(there, back.shape[0], back).min(axis=1)
+
+
+def _runs(config, seq_lens, positions, block_table, begin):
     """`CompressorMetadata.runs`; `seq_lens` counts the tokens that the batch has, 0 where it has none."""
     requests = jnp.arange(block_table.shape[0], dtype=jnp.int32)
-    begin = query_start_loc[:-1]
-    first = _take(positions, begin, -1)
-    # Tokens at negative positions are passed over.
-    begin, first = begin + jnp.maximum(-first, 0), jnp.maximum(first, 0)
+    first = _take(positions, begin, 0)
     before = jnp.where(first % config.compress_ratio > 0, first - 1, -1)
     runs = [begin, seq_lens - first, first, _state_slots(config, block_table, requests, before)]
     return jnp.where(seq_lens > 0, jnp.stack(runs), -1).T
+
+
+def _least(values, where, token_to_req, requests):
+    """The least value of each request's tokens, of those that count; INT32_MAX where there is none."""
+    least = jnp.full(requests, INT32_MAX, jnp.int32)
+    return least.at[jnp.where(where, token_to_req, requests)].min(values, mode="drop")
 
 
 def _compact(mask, size):

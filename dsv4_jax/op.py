@@ -139,7 +139,8 @@ class Op:
             return implement(*jax.tree.unflatten(tree, flat), **params, **outputs)
 
         try:
-            return mlir.lower_fun(implement_flat, multiple_results=True)(ctx, *flat)
+            with platforms.lowering(target):
+                return mlir.lower_fun(implement_flat, multiple_results=True)(ctx, *flat)
         except Exception as error:
             for pair, what in platforms.known_bad_pairs():
                 error.add_note(f"{pair} are installed: {what}")
