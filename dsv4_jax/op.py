@@ -48,7 +48,7 @@ class Op:
             parameters, or gives None.
           preference: `preference(*args, **params)` gives the implementations to try, best first, on the GPUs in
             `measured_on`. On other GPUs, and without a preference, the switch tries Triton.
-          measured_on: GPU architectures, such as "sm_90".
+          measured_on: such as "sm_90".
         """
         loaders = {"xla": None if xla is None else lambda: xla, "triton": triton, "cutedsl": cutedsl}
         self.implementations: Mapping[str, Callable] = {k: load for k, load in loaders.items() if load is not None}
