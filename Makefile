@@ -18,7 +18,7 @@ lint: .venv/.test
 	$(BIN)/pyrefly check
 
 docs: .venv/.docs
-	$(BIN)/mkdocs build --quiet
+	$(BIN)/mkdocs build
 
 .venv/.docs: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install -qq --editable '.[docs]'
