@@ -54,6 +54,11 @@ class CacheFormat:
         return self.dtype == jnp.uint8
 
     @property
+    def fp8(self) -> bool:
+        """Whether values are float8_e4m3fn."""
+        return self.name in ("fp8_ds_mla", "fp8", "indexer_fp8")
+
+    @property
     def needs_scale(self) -> bool:
         """Whether values are divided by a scale that the caller gives."""
         return self.name == "fp8"
