@@ -5,12 +5,8 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import jaxlib.gpu_triton
 import pytest
-
-import dsv4_jax
-from dsv4_jax import gpus
 
 pytest.importorskip("jax_triton", reason="jax-triton is not installed")
 pytestmark = pytest.mark.skipif(
@@ -48,12 +44,16 @@ KERNELS = KERNELS_WITH_FP8_ALONE | {
 SWEEP = pytest.mark.sweep
 
 
-def lower(arch, *options):
-    """Lowers the ops in a process of its own, since this one's kernels may be the interpreter's; warps by kernel."""
+def run(*arguments):
+    """Runs Python in a process of its own, since this one's kernels may be the interpreter's."""
     environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "DSV4_JAX_IMPLEMENTATION")}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join((os.path.dirname(HERE), HERE))}
-    command = [sys.executable, "-m", "helpers.lower_ops", *KINDS[arch], *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+
+
+def lower(arch, *options):
+    """Lowers the ops; the numbers of warps by kernel."""
+    done = run("-m", "helpers.lower_ops", *KINDS[arch], *options)
     assert done.returncode == 0, done.stdout + done.stderr
     warps = {}
     for line in done.stdout.splitlines():
@@ -67,10 +67,7 @@ def lower(arch, *options):
 )
 def test_each_op_and_format(arch):
     warps = lower(arch)
-    expected = KERNELS - {"_online_fold_kernel"}  # of long batches of the online state
-    if arch == "sm_80":
-        expected -= KERNELS_WITH_FP8_ALONE
-    assert set(warps) >= expected
+    assert set(warps) == (KERNELS - KERNELS_WITH_FP8_ALONE if arch == "sm_80" else KERNELS)
     # 128 threads on either platform, and at least one wave.
     assert warps["_compress_kernel"] == ({2} if arch == "gfx942" else {4})
     assert warps["_insert_kernel"] == {1}
@@ -82,12 +79,29 @@ def test_every_specialization(arch):
     assert set(lower(arch, "--all")) == KERNELS
 
 
-def lower_one(implementation="triton", platform="cuda"):
-    row, slot = jnp.ones((1, 128)), jnp.zeros(1, jnp.int32)
+EXPORT = """
+import contextlib, sys, jax, jax.numpy as jnp, dsv4_jax
+from helpers.lower_ops import under
 
-    def save(row, slot, cache):
-        return dsv4_jax.save_partial_states(
-            row, row, row, slot, cache, slot, compress_ratio=1, implementation=implementation
-        )
+platform, kind = sys.argv[1:]
+row, slot, cache = jnp.ones((1, 128)), jnp.zeros(1, jnp.int32), jnp.zeros((1, 1, 256))
+save = lambda row, slot, cache: dsv4_jax.save_partial_states(
+    row, row, row, slot, cache, slot, compress_ratio=1, implementation="triton"
+)
+allowed = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
+with under(kind) if kind else contextlib.nullcontext():
+    exported = jax.export.export(jax.jit(save), platforms=[platform], disabled_checks=allowed)(row, slot, cache)
+print(jax.export.deserialize(exported.serialize()).platforms)
+"""
 
-    return jax.jit(save).trace(row, slot, jnp.zeros((1, 1, 256))).lower(lowering_platforms=(platform,))
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+def test_export_for_a_gpu_that_is_not_here(platform):
+    kind = {"cuda": "NVIDIA H200", "rocm": "gfx942"}[platform]
+    done = run("-c", EXPORT, platform, kind)
+    assert done.stdout == f"('{platform}',)\n", done.stderr
+    if jax.default_backend() == "cpu":
+        done = run("-c", EXPORT, platform, "")
+        assert done.returncode == 1
+        assert f"this machine has none of {platform}; lower inside jax.sharding.use_abstract_mesh" in done.stderr
+        assert f"AbstractDevice('{kind}', None, 'gpu')" in done.stderr
