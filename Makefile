@@ -2,7 +2,7 @@
 PYTHON ?= python3.12
 BIN := .venv/bin
 
-.PHONY: demo test lint sweep clean
+.PHONY: demo test lint sweep docs clean
 .DELETE_ON_ERROR: # no .venv that is half made
 
 demo: .venv/.demo
@@ -20,6 +20,9 @@ lint: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
+
+docs: .venv/.docs
+	$(BIN)/mkdocs build --quiet
 
 clean:
 	rm -rf .venv

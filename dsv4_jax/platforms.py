@@ -113,7 +113,8 @@ def _why_no_cutedsl(target):
             f"CuTeDSL kernels run on NVIDIA GPUs only, not on {target.platform}; with implementation=None, compress "
             f"and compress_norm_rope_store run on {target.platform} too"
         )
-    if target.arch and gpus.compute_capability(target.arch) < 90:
+    capability = gpus.compute_capability(target.arch) if target.arch else None
+    if capability is not None and capability < 90:
         return (
             f"CuTeDSL kernels use thread block clusters, which GPUs have from sm_90 on; this one is {target.arch}. "
             "implementation='triton' runs on it"

@@ -91,7 +91,7 @@ save = lambda row, slot, cache: dsv4_jax.save_partial_states(
 allowed = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
 with under(kind) if kind else contextlib.nullcontext():
     exported = jax.export.export(jax.jit(save), platforms=[platform], disabled_checks=allowed)(row, slot, cache)
-print(jax.export.deserialize(exported.serialize()).platforms)
+print(exported.platforms, "triton_kernel_call_ffi" in exported.mlir_module())
 """
 
 
@@ -99,7 +99,7 @@ print(jax.export.deserialize(exported.serialize()).platforms)
 def test_export_for_a_gpu_that_is_not_here(platform):
     kind = {"cuda": "NVIDIA H200", "rocm": "gfx942"}[platform]
     done = run("-c", EXPORT, platform, kind)
-    assert done.stdout == f"('{platform}',)\n", done.stderr
+    assert done.stdout == f"('{platform}',) True\n", done.stderr
     if jax.default_backend() == "cpu":
         done = run("-c", EXPORT, platform, "")
         assert done.returncode == 1

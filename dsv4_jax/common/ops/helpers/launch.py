@@ -1,12 +1,31 @@
 """Runs a Triton kernel on JAX arrays: by jax-triton on a GPU, in Triton's interpreter on the CPU."""
 
+import contextlib
+import contextvars
 import warnings
+from collections.abc import Callable
 
 import jax
 import triton
 
 from dsv4_jax import gpus, platforms
 from dsv4_jax.common.ops.helpers import interpreter
+
+_launcher: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("launcher", default=None)
+
+
+@contextlib.contextmanager
+def launching_with(launcher: Callable):
+    """Until it is left, every launch is `launcher(kernel, grid, updates, outputs, num_warps, constants, args)`.
+
+    It gets what `launch` gets and returns what `launch` returns. So kernels can be run on other arrays than JAX's, or
+    compiled for a target that is not here.
+    """
+    token = _launcher.set(launcher)
+    try:
+        yield
+    finally:
+        _launcher.reset(token)
 
 
 def launch(kernel, grid: int, *, updates=(), outputs=None, num_warps: int, constants: dict, **args) -> tuple:
@@ -24,10 +43,9 @@ def launch(kernel, grid: int, *, updates=(), outputs=None, num_warps: int, const
     Returns:
       The updated arrays, then the outputs.
     """
-    outputs = outputs or {}
-    if isinstance(kernel, triton.runtime.JITFunction):
-        return _launch_gpu(kernel, grid, updates, outputs, num_warps, constants, args)
-    return _launch_interpreted(kernel, grid, updates, outputs, constants, args)
+    compiled = isinstance(kernel, triton.runtime.JITFunction)
+    launcher = _launcher.get() or (_launch_gpu if compiled else _launch_interpreted)
+    return launcher(kernel, grid, updates, outputs or {}, num_warps, constants, args)
 
 
 def _launch_gpu(kernel, grid, updates, outputs, num_warps, constants, args):
@@ -58,7 +76,7 @@ def _launch_gpu(kernel, grid, updates, outputs, num_warps, constants, args):
     return (*results[len(outputs) :], *results[: len(outputs)])
 
 
-def _launch_interpreted(kernel, grid, updates, outputs, constants, args):
+def _launch_interpreted(kernel, grid, updates, outputs, _, constants, args):
     import bridge
 
     names = [name for name, value in args.items() if not isinstance(value, int)]
