@@ -24,6 +24,10 @@ lint: .venv/.test
 docs: .venv/.docs
 	$(BIN)/mkdocs build --quiet
 
+.venv/.docs: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install -qq --editable '.[docs]'
+	touch $@
+
 clean:
 	rm -rf .venv
 
