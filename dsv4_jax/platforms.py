@@ -113,7 +113,9 @@ def _why_no_cutedsl(target):
             f"for CUDA 13, the cu12 ones for CUDA 12. {without}"
         )
     if "+cpu" in (installed("torch") or "+cpu"):
-        return f"CuTeDSL kernels are called through a torch for CUDA, which is not installed: pip install torch. {without}"
+        return (
+            f"CuTeDSL kernels are called through a torch for CUDA, which is not installed: pip install torch. {without}"
+        )
     return None
 
 
