@@ -113,8 +113,8 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     Raises:
       TypeError: not a tensor, or a dtype that DLPack can't carry or JAX can't hold (int64, float64 and complex128 need
         `jax_enable_x64`).
-      ValueError: the tensor requires grad, is sparse or nested, is a lazy conjugate or negative, is not contiguous, starts at an
-        address XLA can't use, or is on a device that is neither CPU nor GPU.
+      ValueError: the tensor requires grad, is sparse or nested, is a lazy conjugate or negative, is not contiguous,
+        starts at an address XLA can't use, or is on a device that is neither CPU nor GPU.
     """
     torch = load_torch()
     if not isinstance(tensor, torch.Tensor):

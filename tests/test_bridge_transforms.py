@@ -189,9 +189,8 @@ def test_vmap_of_vmap_and_shapes_that_the_function_sees():
         return x + y
 
     for method, shapes in (("expand_dims", ((5, 2), (1, 2))), ("broadcast_all", ((5, 2), (5, 2)))):
-        seen.clear()
-        f = jax.vmap(lambda x: torch_call(fn, x, np.ones(2, np.float32), vmap_method=method))
-        np.testing.assert_array_equal(f(jnp.ones((5, 2))), np.full((5, 2), 2))
+        f = jax.vmap(functools.partial(torch_call, fn, vmap_method=method), (0, None))
+        np.testing.assert_array_equal(f(jnp.ones((5, 2)), jnp.ones(2)), np.full((5, 2), 2))
         assert seen[-1] == shapes
     call = lambda x, y: torch_call(torch.dot, x, y, vmap_method="torch")
     x, y = RNG.normal(size=(4, 3)).astype(np.float32), RNG.normal(size=(5, 3)).astype(np.float32)

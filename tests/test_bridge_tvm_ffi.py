@@ -1,4 +1,4 @@
-"""Kernels that are launched through TVM-FFI inside torch_call run on XLA's stream. Needs `pip install apache-tvm-ffi`."""
+"""Kernels that are launched through TVM-FFI inside torch_call run on XLA's stream (`pip install apache-tvm-ffi`)."""
 
 import functools
 

@@ -127,17 +127,18 @@ def loaded(kernel, shape: Shape, arch: str):
 
 
 class Packed:
-    """Values that a compiled function takes as they are, by cutlass's protocol for arguments of one's own types.
+    """Words of eight bytes that a compiled function takes as they are, by cutlass's protocol for types of one's own.
 
     Converting Python numbers one by one, as cutlass does otherwise, takes longer than the launch.
     """
 
     def __init__(self, *values: int):
-        self._words = (ctypes.c_int64 * len(values))(*values)
+        self.words = (ctypes.c_int64 * len(values))(*values)
+        first = ctypes.addressof(self.words)
+        self._pointers = [ctypes.c_void_p(first + 8 * i) for i in range(len(values))]
 
     def __c_pointers__(self) -> list[ctypes.c_void_p]:
-        first = ctypes.addressof(self._words)
-        return [ctypes.c_void_p(first + 8 * i) for i in range(len(self._words))]
+        return self._pointers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,10 +160,17 @@ class Launch:
 
     def __post_init__(self):
         object.__setattr__(self, "_function", loaded(self.kernel, self.shape, self.arch))
-        object.__setattr__(self, "_of", dict(self.numbers))
+        object.__setattr__(self, "_places", [Arguments._fields.index(name) for name in self.names])
+        object.__setattr__(self, "_spare", [])  # arguments that no launch is using
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        addresses = {name: tensor.data_ptr() for name, tensor in zip(self.names, tensors, strict=True)}
-        given = self._of | addresses
-        arguments = Packed(*[given.get(name, 0) for name in Arguments._fields])
-        self._function(arguments, Packed(torch.cuda.current_stream().cuda_stream))
+        try:
+            arguments, stream = self._spare.pop()
+        except IndexError:
+            numbers = dict(self.numbers)
+            arguments, stream = Packed(*(numbers.get(name, 0) for name in Arguments._fields)), Packed(0)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            arguments.words[place] = tensor.data_ptr()
+        stream.words[0] = torch.cuda.current_stream().cuda_stream
+        self._function(arguments, stream)
+        self._spare.append((arguments, stream))
