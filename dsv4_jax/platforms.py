@@ -127,6 +127,10 @@ def _why_no_cutedsl(target):
             f"nvidia-cutlass-dsl cannot be imported: {error}. Installed: {installed_cutlass()}; the cu13 libraries are "
             f"for CUDA 13, the cu12 ones for CUDA 12. {without}"
         )
+    if "+cpu" in (installed("torch") or "+cpu"):
+        return (
+            f"CuTeDSL kernels are called through a torch for CUDA, which is not installed: pip install torch. {without}"
+        )
     return None
 
 
