@@ -24,8 +24,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import dsv4_jax
-from dsv4_jax.common.ops.helpers.launch import launching_with
 from dsv4_jax import CACHE_FORMATS, CompressorConfig, CompressorMetadata
+from dsv4_jax.common.ops.helpers.launch import launching_with
 
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "int32": "i32", "uint8": "u8", "float8_e4m3fn": "fp8e4nv", "bool": "i1"}
 TARGETS = {"cuda": "ptx", "hip": "amdgcn"}
