@@ -310,7 +310,7 @@ def test_an_exception_beside_a_launch_does_no_harm(captured):
             state, cache = dsv4_jax.compress(
                 kv_score, ape, state, cache, meta, *rest, config=batch.config, implementation="cutedsl"
             )
-            (state,) = bridge.raw_call(
+            (state,) = bridge.torch_call(
                 fail, state, out_type=(state,), input_output_aliases={0: 0}, command_buffer_compatible=captured
             )
         return state, cache

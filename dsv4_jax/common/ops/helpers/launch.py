@@ -38,7 +38,7 @@ def launch(kernel, grid: int, *, updates=(), outputs=None, num_warps: int, const
       outputs: name to `jax.ShapeDtypeStruct` of new arrays, results or outputs; the last array parameters.
       num_warps: warps of a program, of 32 threads each; where a warp has more, fewer are started.
       constants: `constexpr` parameters.
-      **args: arrays and integers.
+      **args: arrays and integers; None for an array that is absent, which the kernel then must not read.
 
     Returns:
       The updated arrays, then the outputs.
@@ -57,7 +57,7 @@ def _launch_gpu(kernel, grid, updates, outputs, num_warps, constants, args):
             f"Triton must know the GPU that it compiles for, and this machine has none of {platform}; "
             f"{gpus.how_to_name(platform)}, or use implementation='xla'"
         )
-    operands = [name for name in kernel.arg_names if name in args]
+    operands = [name for name in kernel.arg_names if args.get(name) is not None]
     with warnings.catch_warnings():
         # jax-triton asks for Refs instead; an alias says the same and works inside a primitive's lowering.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
@@ -69,6 +69,7 @@ def _launch_gpu(kernel, grid, updates, outputs, num_warps, constants, args):
             input_output_aliases={operands.index(name): len(outputs) + i for i, name in enumerate(updates)},
             num_warps=max(1, num_warps * 32 // gpus.wave_size(arch)),
             compute_capability=gpus.compute_capability(arch),
+            backend_options={"enable_fp_fusion": True},  # Triton 3.10 means to turn it off by default
             **args,
             **constants,
         )
@@ -78,13 +79,13 @@ def _launch_gpu(kernel, grid, updates, outputs, num_warps, constants, args):
 def _launch_interpreted(kernel, grid, updates, outputs, _, constants, args):
     import bridge
 
-    names = [name for name, value in args.items() if not isinstance(value, int)]
-    numbers = {name: value for name, value in args.items() if isinstance(value, int)}
+    rest = {name: value for name, value in args.items() if value is None or isinstance(value, int)}
+    names = [name for name in args if name not in rest]
 
     def run(*tensors):
         arrays = dict(zip([*names, *outputs], tensors, strict=True))
         with interpreter.amended():
-            kernel[(grid,)](**arrays, **numbers, **constants)
+            kernel[(grid,)](**arrays, **rest, **constants)
 
     results = bridge.torch_call(
         run,
