@@ -245,6 +245,7 @@ CACHE_FORMATS = {
         CacheFormat("fp8", 512, 512, 0, jnp.dtype(jnp.float8_e4m3fn)),
     )
 }
+"""The cache formats, by name."""
 
 
 def page_stride(cache) -> int:
