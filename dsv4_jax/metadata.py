@@ -242,7 +242,7 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
     own &= token < _take(query_start_loc[1:], token_to_req, 0)
     begin = runs = None
     if online:
-        # A state is folded from token to token: what does not follow the request's first token does not count.
+        # A state is folded from token to token, so only tokens that follow the request's first one count.
         begin = _least(token, own, token_to_req, requests)
         first = _take(begin, token_to_req, INT32_MAX)
         follows = own & (positions - _take(positions, first, 0) == token - first)
@@ -267,7 +267,7 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
         back = jnp.arange(n, dtype=jnp.int32)
         before = position[:, None] - back[::-1]
         in_batch = _count_in_batch(row, position, rows(request), back, positions, token_to_req)
-        # The request's tokens before those, if the batch has any: they are not in the state cache either.
+        # If the batch has earlier tokens of the request, these are not in the state cache either.
         first = _take(_least(positions, own, token_to_req, requests), rows(request), INT32_MAX)
         in_batch = jnp.where((in_batch < n) & (first <= position - in_batch), 0, in_batch)
     closing = [row, position, rows(kv_slot_mapping), in_batch]
@@ -302,7 +302,7 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
 
 
 def _count_in_batch(row, position, request, back, positions, token_to_req):
-    """How many rows just before a closing one, it included, hold its window's last positions, by what they say."""
+    """How many batch rows, ending with a closing one, hold the last positions of its window in order."""
     at = row[:, None] - back
     wanted = position[:, None] - back
     there = (wanted >= 0) & (_take(positions, at, -1) == wanted) & (_take(token_to_req, at, -1) == request[:, None])
@@ -319,7 +319,7 @@ def _runs(config, seq_lens, positions, block_table, begin):
 
 
 def _least(values, where, token_to_req, requests):
-    """The least value of each request's tokens, of those that count; INT32_MAX where there is none."""
+    """Per request, the least value of its tokens that count; INT32_MAX if none does."""
     least = jnp.full(requests, INT32_MAX, jnp.int32)
     return least.at[jnp.where(where, token_to_req, requests)].min(values, mode="drop")
 
@@ -340,14 +340,14 @@ def _take(values, index, missing):
 
 
 def _state_slots(config, block_table, request, position):
-    """The state slot of each position, -1 where there is no such page."""
+    """The state slot of each position; -1 if it has no page."""
     if config.state == "online":
         position = jnp.where(position >= 0, position % config.page_rows, -1)
     return _slots(block_table, request, position, config.page_rows)
 
 
 def _slots(block_table, request, index, page_rows):
-    """`page * page_rows + row` of each index in its request, -1 where there is no such page."""
+    """`page * page_rows + row` of each index in its request; -1 if it has no page."""
     if block_table.size == 0:
         return jnp.full(jnp.broadcast_shapes(request.shape, index.shape), -1, jnp.int32)
     page = block_table.at[
