@@ -1,4 +1,4 @@
-"""`compute_global_topk_indices_and_lens` and `combine_topk_swa_indices`: loops over tokens, and what vLLM returned."""
+"""`combine_topk_swa_indices` against loops over requests and tokens, and what vLLM returned."""
 
 import functools
 import pathlib
@@ -8,39 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import golden
+from helpers.indices import EXTREMES, MOST, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dsv4_jax
 
 GPU_TOO = True
-GOLDEN = pathlib.Path(__file__).parent / "golden" / "vllm_0.33_h200_companions.npz"
-MOST = 2**31 - 1
-EXTREMES = (-(2**31), -2, -1, 2**30, MOST - 1, MOST)
-
-
-def golden(case):
-    with np.load(GOLDEN) as archive:
-        return {n.removeprefix(case + "/"): archive[n] for n in archive.files if n.startswith(case + "/")}
-
-
-def same(got, want):
-    for name, g, w in zip(("indices", "lens"), got, want, strict=True):
-        np.testing.assert_array_equal(np.asarray(g), w, err_msg=name)
-        assert np.asarray(g).dtype == np.int32
-
-
-def global_rows(topk, req, table, page_rows, valid):
-    """The oracle of `compute_global_topk_indices_and_lens`, in Python's integers."""
-    indices = np.full(topk.shape, -1, np.int64)
-    for t, k in np.ndindex(topk.shape):
-        r, i = int(req[t]), int(topk[t, k])
-        if i < 0 or not 0 <= r < table.shape[0] or i // page_rows >= table.shape[1]:
-            continue
-        page = int(table[r, i // page_rows])
-        if page >= 0 and (page + 1) * page_rows <= 2**31:
-            indices[t, k] = page * page_rows + i % page_rows
-    return indices, np.where(valid, (indices >= 0).sum(axis=1), 0)
 
 
 def combined(topk_indices, starts, seq_lens, gather_lens, window, ratio, topk, m, n):
@@ -64,71 +39,14 @@ def combined(topk_indices, starts, seq_lens, gather_lens, window, ratio, topk, m
     return indices, lens
 
 
-def test_golden_global(implementation):
-    g = golden("global_topk")
-    arguments = g["topk"], g["req"], g["block_table"], int(g["meta"][0]), g["valid"]
-    oracle = global_rows(*arguments)
-    for returned, want in zip(oracle, (g["out"], g["lens"]), strict=True):
-        np.testing.assert_array_equal(returned, want)
-    same(dsv4_jax.compute_global_topk_indices_and_lens(*arguments, implementation=implementation), oracle)
-
-
 @pytest.mark.parametrize("case", ["r4", "r128", "r1"])
-def test_golden_combined(case, implementation):
-    g = golden(f"combine_topk_swa/{case}")
+def test_golden(case, implementation):
+    g = golden.load(f"combine_topk_swa/{case}")
     arguments = g["topk"], g["query_start_loc"], g["seq_lens"], g["gather_lens"], *map(int, g["meta"])
     oracle = combined(*arguments)
     for returned, want in zip(oracle, (g["out"], g["lens"]), strict=True):
         np.testing.assert_array_equal(returned, want)
     same(dsv4_jax.combine_topk_swa_indices(*arguments, implementation=implementation), oracle)
-
-
-@pytest.mark.parametrize("page_rows", [7, 64])
-@pytest.mark.parametrize("topk", [1, 64, 512, 1100])
-@pytest.mark.parametrize(("tokens", "requests", "columns"), [(1, 1, 1), (9, 4, 8), (33, 3, 40)])
-def test_global_sizes(tokens, topk, requests, columns, page_rows, implementation):
-    rng = np.random.default_rng(tokens * 7 + topk)
-    local = rng.integers(-2, columns * page_rows, (tokens, topk), np.int32)
-    req = rng.integers(0, requests, tokens, np.int32)
-    table = rng.permutation(requests * columns).reshape(requests, columns).astype(np.int32)
-    arguments = local, req, table, page_rows, rng.random(tokens) < 0.8
-    got = dsv4_jax.compute_global_topk_indices_and_lens(*arguments, implementation=implementation)
-    same(got, global_rows(*arguments))
-
-
-@pytest.mark.parametrize(("tokens", "topk", "table"), [(0, 4, (2, 3)), (3, 0, (1, 1)), (3, 5, (0, 4)), (3, 5, (2, 0))])
-def test_global_of_nothing(tokens, topk, table, implementation):
-    arrays = np.zeros((tokens, topk), np.int32), np.zeros(tokens, np.int32), np.zeros(table, np.int32)
-    got = dsv4_jax.compute_global_topk_indices_and_lens(
-        *arrays, 64, np.ones(tokens, bool), implementation=implementation
-    )
-    same(got, (np.full((tokens, topk), -1), np.zeros(tokens)))
-
-
-@pytest.mark.parametrize("page_rows", [1, 64, 2**30, MOST])
-def test_global_outside(page_rows, implementation):
-    """Indices, requests and pages that no array holds: by hand, then every extreme with every other."""
-    topk = np.array([[0, 127, 128, -1, MOST, -(2**31)]] * 6, np.int32)
-    req = np.array([0, 1, 2, -1, MOST, -(2**31)], np.int32)
-    table = np.array([[3, -1], [MOST, 2**25 - 1]], np.int32)
-    valid = np.ones(6, bool)
-    got = dsv4_jax.compute_global_topk_indices_and_lens(
-        topk, req, table, page_rows, valid, implementation=implementation
-    )
-    if page_rows == 64:
-        assert np.asarray(got[0][0]).tolist() == [192, -1, -1, -1, -1, -1]
-        # The last page that fits int32 entirely ends with the largest row.
-        assert np.asarray(got[0][1]).tolist() == [-1, MOST, -1, -1, -1, -1]
-        assert np.asarray(got[1]).tolist() == [1, 1, 0, 0, 0, 0]
-    same(got, global_rows(topk, req, table, page_rows, valid))
-    values = np.array((*EXTREMES, 0, 1, 63, 64, 65), np.int32)
-    topk, req = np.tile(values, (len(values), 1)), values
-    table = np.array([[0, 2**25], [5, MOST], [2**25 - 1, -(2**31)]], np.int32)
-    valid = np.arange(len(values)) % 3 > 0
-    got = dsv4_jax.compute_global_topk_indices_and_lens(
-        topk, req, table, page_rows, valid, implementation=implementation
-    )
-    same(got, global_rows(topk, req, table, page_rows, valid))
 
 
 def batch(rng, lengths, *, padding=0, first=0, topk=8, n=64, window=9, spare=5):
@@ -154,7 +72,7 @@ RAGGED = {
 
 @pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize(("window", "ratio", "topk", "columns"), [(128, 4, 8, 8), (1, 1, 200, 203), (9, 128, 0, 0)])
-def test_combined_sizes(name, window, ratio, topk, columns, implementation):
+def test_sizes(name, window, ratio, topk, columns, implementation):
     rng = np.random.default_rng(len(name))
     *arrays, m = batch(rng, RAGGED[name], padding=3, topk=columns, window=window)
     arguments = *arrays, window, ratio, topk, m, 64
@@ -165,14 +83,14 @@ def test_combined_sizes(name, window, ratio, topk, columns, implementation):
     same(dsv4_jax.combine_topk_swa_indices(*arguments, implementation=implementation), oracle)
 
 
-def test_combined_without_tokens(implementation):
+def test_without_tokens(implementation):
     empty = np.zeros((0, 8), np.int32)
     loc, lens = np.zeros(3, np.int32), np.array([3, 0], np.int32)
     got = dsv4_jax.combine_topk_swa_indices(empty, loc, lens, lens, 128, 4, 8, 70, 64, implementation=implementation)
     assert got[0].shape == (0, 256) and got[1].shape == (0,)
 
 
-def test_combined_many_requests(implementation):
+def test_many_requests(implementation):
     """More requests than the kernel compares at once."""
     rng = np.random.default_rng(0)
     *arrays, m = batch(rng, rng.integers(0, (9, 2), (300, 2)))
@@ -181,7 +99,7 @@ def test_combined_many_requests(implementation):
 
 
 @pytest.mark.parametrize("first", [5, 2**31 - 100])
-def test_combined_slice_of_a_batch(first, implementation):
+def test_slice_of_a_batch(first, implementation):
     """query_start_loc need not begin at 0: the rows given are those from its first entry."""
     *arrays, m = batch(np.random.default_rng(1), RAGGED["chunked"], first=first)
     arguments = *arrays, 9, 4, 8, m, 64
@@ -190,7 +108,7 @@ def test_combined_slice_of_a_batch(first, implementation):
     same(got, combined(*arrays, *arguments[4:]))
 
 
-def test_combined_outside(implementation):
+def test_outside(implementation):
     """Top-k indices outside the compressed rows, tokens that were not gathered, a buffer too short: -1 in place."""
     topk = np.array([[0, 3, 4, -1], [MOST, 2, -(2**31), 1]], np.int32)
     loc, seq_lens = np.array([0, 1, 2], np.int32), np.array([20, 20], np.int32)
@@ -213,7 +131,7 @@ def test_combined_outside(implementation):
 
 @pytest.mark.parametrize("name", ["seq_lens", "gather_lens"])
 @pytest.mark.parametrize("wrong", EXTREMES)
-def test_combined_impossible_lengths(name, wrong, implementation):
+def test_impossible_lengths(name, wrong, implementation):
     """A request with such lengths has empty rows; the others keep theirs."""
     *arrays, m = batch(np.random.default_rng(2), [(3, 2), (4, 3), (30, 2)])
     arrays[{"seq_lens": 2, "gather_lens": 3}[name]][1] = wrong
@@ -236,7 +154,7 @@ numbers = st.one_of(st.sampled_from(EXTREMES), st.integers(-3, 30))
     st.lists(numbers, min_size=3, max_size=3),
     st.integers(0, 99),
 )
-def test_combined_stays_in_the_buffer(implementation, starts, seq_lens, gather_lens, seed):
+def test_stays_in_the_buffer(implementation, starts, seq_lens, gather_lens, seed):
     """Whatever the arrays hold, an index is -1 or one of its request's rows, and as many stand there as lens says."""
     rng = np.random.default_rng(seed)
     topk_indices = rng.choice(np.array((*EXTREMES, *range(12)), np.int32), (12, 8))
@@ -252,42 +170,27 @@ def test_combined_stays_in_the_buffer(implementation, starts, seq_lens, gather_l
 
 
 def test_inside_jit(implementation):
-    """One trace serves new values; the names of the ops stand in the jaxpr."""
-    rng = np.random.default_rng(3)
-    traces = []
+    """One trace serves new values; the op's name stands in the jaxpr."""
+    rng, traces = np.random.default_rng(3), []
 
     @jax.jit
-    def both(topk, req, table, valid, loc, seq_lens, gather_lens):
+    def call(topk, loc, seq_lens, gather_lens):
         traces.append(1)
-        return (
-            dsv4_jax.compute_global_topk_indices_and_lens(topk, req, table, 7, valid, implementation=implementation),
-            dsv4_jax.combine_topk_swa_indices(
-                topk, loc, seq_lens, gather_lens, 9, 4, 8, 90, 64, implementation=implementation
-            ),
+        return dsv4_jax.combine_topk_swa_indices(
+            topk, loc, seq_lens, gather_lens, 9, 4, 8, 90, 64, implementation=implementation
         )
 
     for lengths in ([(3, 2), (9, 4)], [(0, 5), (20, 1)]):
-        topk, loc, seq_lens, gather_lens, _ = batch(rng, lengths, padding=6 - sum(now for _, now in lengths))
-        req, table = rng.integers(0, 2, 6, np.int32), rng.permutation(20).astype(np.int32).reshape(2, 10)
-        valid = rng.random(6) < 0.5
-        arguments = topk, req, table, valid, loc, seq_lens, gather_lens
-        first, second = both(*arguments)
-        same(first, global_rows(topk, req, table, 7, valid))
-        same(second, combined(topk, loc, seq_lens, gather_lens, 9, 4, 8, 90, 64))
+        *arrays, _ = batch(rng, lengths, padding=6 - sum(now for _, now in lengths))
+        same(call(*arrays), combined(*arrays, 9, 4, 8, 90, 64))
     assert len(traces) == 1
-    text = str(jax.make_jaxpr(both)(*arguments))
-    assert "compute_global_topk_indices_and_lens" in text and "combine_topk_swa_indices" in text
+    assert "combine_topk_swa_indices" in str(jax.make_jaxpr(call)(*arrays))
 
 
 def test_int64(implementation):
     """int64 beyond int32 does not wrap round to an index that is inside."""
     with jax.enable_x64(True):
         topk = jnp.asarray(np.array([[1, 2**32 + 1], [2, -(2**40)]]))
-        req, table = jnp.array([0, 2**32]), jnp.array([[4, 2**32]])
-        got = dsv4_jax.compute_global_topk_indices_and_lens(
-            topk, req, table, 2, np.ones(2, bool), implementation=implementation
-        )
-        same(got, ([[9, -1], [-1, -1]], [1, 0]))
         got = dsv4_jax.combine_topk_swa_indices(
             topk, jnp.array([0, 2]), jnp.array([2]), jnp.array([2]), 2, 1, 2, 12, 8, implementation=implementation
         )
@@ -309,14 +212,7 @@ def ids(*shape):
     return jnp.zeros(shape, jnp.int32)
 
 
-GLOBAL = {
-    "topk_indices": ids(6, 8),
-    "token_to_req": ids(6),
-    "block_table": ids(2, 3),
-    "page_rows": 64,
-    "is_valid_token": jnp.ones(6, bool),
-}
-COMBINE = {
+RIGHT = {
     "topk_indices": ids(6, 8),
     "query_start_loc": ids(3),
     "seq_lens": ids(2),
@@ -327,54 +223,33 @@ COMBINE = {
     "M": 100,
     "N": 60,
 }
-INT = r"it must be int32 or int64"
 WHOLE = r"it must be an integer of at least {}"
 BAD = [
-    *(("global", n, GLOBAL[n] + 0.0, TypeError, f"{n} has dtype float32; {INT}") for n in list(GLOBAL)[:3]),
-    *(("combine", n, COMBINE[n] > 0, TypeError, f"{n} has dtype bool; {INT}") for n in list(COMBINE)[:4]),
-    *((op, "topk_indices", 5, TypeError, "topk_indices is a int; it must be an array") for op in ("global", "combine")),
-    *((op, "topk_indices", ids(6), ValueError, r"topk_indices has shape \[6\]; it must be \[T, K\]")
-      for op in ("global", "combine")),
-    ("global", "token_to_req", ids(5), ValueError, r"token_to_req has shape \[5\]; it must be \[6\]"),
-    ("global", "block_table", [[1], [2, 3]], ValueError, "block_table is a list that is no array: .*inhomogeneous"),
-    ("global", "block_table", np.ma.ones((2, 3), np.int32), TypeError, "block_table is a MaskedArray; it must be"),
-    ("global", "is_valid_token", jax.ShapeDtypeStruct((6,), bool), TypeError, "is_valid_token is a ShapeDtypeStruct; "),
-    ("global", "block_table", ids(6), ValueError, r"block_table has shape \[6\]; it must be \[R, B\]"),
-    ("global", "is_valid_token", ids(6), TypeError, "is_valid_token has dtype int32; it must be bool"),
-    ("global", "is_valid_token", jnp.ones((6, 1), bool), ValueError, r"is_valid_token has shape \[6, 1\]; .*\[6\]"),
-    ("global", "page_rows", 0, ValueError, "page_rows is 0; " + WHOLE.format(1)),
-    ("global", "page_rows", 2**31, ValueError, r"page_rows is 2147483648; .*below 2\*\*31"),
-    ("global", "page_rows", 64.0, ValueError, r"page_rows is 64\.0; " + WHOLE.format(1)),
-    ("combine", "query_start_loc", ids(2), ValueError, r"query_start_loc has shape \[2\]; it must be \[3\]"),
-    ("combine", "seq_lens", ids(2, 1), ValueError, r"seq_lens has shape \[2, 1\]; it must be \[R\]"),
-    ("combine", "seq_lens", [], ValueError, r"query_start_loc has shape \[3\]; it must be \[1\]"),
-    ("combine", "gather_lens", ids(3), ValueError, r"gather_lens has shape \[3\]; it must be \[2\]"),
-    ("combine", "window_size", 0, ValueError, "window_size is 0; " + WHOLE.format(1)),
-    ("combine", "compress_ratio", 0, ValueError, "compress_ratio is 0; " + WHOLE.format(1)),
-    ("combine", "topk", -1, ValueError, "topk is -1; " + WHOLE.format(0)),
-    ("combine", "topk", 9, ValueError, "topk is 9; it must be at most 8, the columns of topk_indices"),
-    ("combine", "M", 59, ValueError, "N is 60; it must be at most M, 59"),
-    ("combine", "M", 2**30, ValueError, r"M is 1073741824; M times 2 requests must be below 2\*\*31"),
-    ("combine", "N", -1, ValueError, "N is -1; " + WHOLE.format(0)),
-    ("combine", "N", True, ValueError, "N is True; " + WHOLE.format(0)),
-    *((op, "implementation", "cuda", ValueError, "implementation is 'cuda'; it must be one of 'xla'")
-      for op in ("global", "combine")),
-]  # fmt: skip
-OPS = {
-    "global": (dsv4_jax.compute_global_topk_indices_and_lens, GLOBAL),
-    "combine": (dsv4_jax.combine_topk_swa_indices, COMBINE),
-}
+    *((n, RIGHT[n] > 0, TypeError, f"{n} has dtype bool; it must be int32 or int64") for n in list(RIGHT)[:4]),
+    ("topk_indices", 5, TypeError, "topk_indices is a int; it must be an array"),
+    ("topk_indices", ids(6), ValueError, r"topk_indices has shape \[6\]; it must be \[T, K\]"),
+    ("query_start_loc", ids(2), ValueError, r"query_start_loc has shape \[2\]; it must be \[3\]"),
+    ("seq_lens", ids(2, 1), ValueError, r"seq_lens has shape \[2, 1\]; it must be \[R\]"),
+    ("seq_lens", [], ValueError, r"query_start_loc has shape \[3\]; it must be \[1\]"),
+    ("gather_lens", ids(3), ValueError, r"gather_lens has shape \[3\]; it must be \[2\]"),
+    ("window_size", 0, ValueError, "window_size is 0; " + WHOLE.format(1)),
+    ("compress_ratio", 0, ValueError, "compress_ratio is 0; " + WHOLE.format(1)),
+    ("topk", -1, ValueError, "topk is -1; " + WHOLE.format(0)),
+    ("topk", 9, ValueError, "topk is 9; it must be at most 8, the columns of topk_indices"),
+    ("M", 59, ValueError, "N is 60; it must be at most M, 59"),
+    ("M", 2**30, ValueError, r"M is 1073741824; M times 2 requests must be below 2\*\*31"),
+    ("N", -1, ValueError, "N is -1; " + WHOLE.format(0)),
+    ("N", True, ValueError, "N is True; " + WHOLE.format(0)),
+    ("implementation", "cuda", ValueError, "implementation is 'cuda'; it must be one of 'xla'"),
+]
 
 
-@pytest.mark.parametrize(("op", "name", "wrong", "error", "match"), BAD, ids=[f"{b[0]}-{b[1]}" for b in BAD])
-def test_bad_input(op, name, wrong, error, match):
-    function, arguments = OPS[op]
+@pytest.mark.parametrize(("name", "wrong", "error", "match"), BAD)
+def test_bad_input(name, wrong, error, match):
     with pytest.raises(error) as caught:
-        function(**arguments | {name: wrong})
+        dsv4_jax.combine_topk_swa_indices(**RIGHT | {name: wrong})
     assert re.search(match, str(caught.value)), caught.value
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_what_bad_input_starts_from_is_right(op):
-    function, arguments = OPS[op]
-    assert jax.eval_shape(lambda: function(**arguments))[1].shape == (6,)
+def test_what_bad_input_starts_from_is_right():
+    assert jax.eval_shape(lambda: dsv4_jax.combine_topk_swa_indices(**RIGHT))[1].shape == (6,)
