@@ -55,6 +55,11 @@ class CacheFormat:
         return self.dtype == jnp.uint8
 
     @property
+    def fp8(self) -> bool:
+        """Whether values are float8_e4m3fn."""
+        return self.name in ("fp8_ds_mla", "fp8", "indexer_fp8")
+
+    @property
     def needs_scale(self) -> bool:
         """Whether the caller gives the scale that values are divided by."""
         return self.name == "fp8"
@@ -240,6 +245,7 @@ CACHE_FORMATS = {
         CacheFormat("fp8", 512, 512, 0, jnp.dtype(jnp.float8_e4m3fn)),
     )
 }
+"""The cache formats, by name."""
 
 
 def page_stride(cache) -> int:

@@ -17,9 +17,10 @@ State = Literal["rows", "online"]
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class CompressorConfig:
-    """The static description of one compressor: hashable, a static argument of `jax.jit`, or a pytree without leaves.
+    """The static description of one compressor.
 
-    `csa`, `hca` and `indexer` make DeepSeek-V4's three; `dataclasses.replace` changes a field.
+    It is hashable, so it can be a static argument of `jax.jit`; it is also a pytree without leaves. `csa`, `hca` and
+    `indexer` make DeepSeek-V4's three; `dataclasses.replace` changes a field.
 
     Attributes:
       compress_ratio: m, tokens per key; a power of two.
@@ -110,9 +111,9 @@ class CompressorConfig:
         """Reads the compressors of every layer from a DeepSeek-V4 `config.json`.
 
         Both styles are read: the published one (`compress_ratios`, `rope_scaling`, `compress_rope_theta`) and the one
-        that Hugging Face writes back (`layer_types`, `compress_rates`, `rope_parameters`). Where a file has both they
-        must agree. A null is a missing field, and no default is guessed for one. The fields of a model with more than
-        text are read from its `text_config`.
+        that Hugging Face writes back (`layer_types`, `compress_rates`, `rope_parameters`). If a file has both, they
+        must agree. A null counts as a missing field, and no default is guessed for one. If there is a `text_config`,
+        the fields are read from it.
 
         Args:
           config: the parsed file, its path, or the directory that holds it.
@@ -122,8 +123,8 @@ class CompressorConfig:
 
         Returns:
           One tuple for each of the `num_hidden_layers` layers: `()` for sliding-window attention, `(csa, indexer)` or
-          `(hca,)`. What `compress_ratios` lists after them belongs to multi-token prediction and is left out. Page
-          sizes are the defaults, 256 tokens a cache page; `dataclasses.replace` changes them.
+          `(hca,)`. Further entries of `compress_ratios` belong to multi-token prediction and are left out. Page sizes
+          are the defaults, 256 tokens per cache page; `dataclasses.replace` changes them.
 
         Raises:
           ValueError: a field is missing, has a value that the kernels are not made for, or contradicts another. The

@@ -46,12 +46,14 @@ def cases() -> list[Case]:
 
 
 def representatives() -> list[Case]:
-    """The first call of each op with each cache format and each choice between fp8 and none."""
+    """The first call of each op with each compressor and cache format; of the online state two batches."""
     kinds = {}
     for case in cases():
-        config = case.params.get("config")
-        cache_format = (config.cache_format, config.state) if config else case.params.get("cache_format")
-        kinds.setdefault((case.op, cache_format, case.fp8), case)
+        kind = case.params.get("cache_format")
+        if config := case.params.get("config"):
+            tokens = case.arrays["cos_sin"].shape if config.state == "online" else ()
+            kind = config.cache_format, config.compress_ratio, config.state, *tokens
+        kinds.setdefault((case.op, kind, case.fp8), case)
     return list(kinds.values())
 
 

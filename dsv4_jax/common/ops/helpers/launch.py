@@ -72,6 +72,7 @@ def _launch_gpu(kernel, grid, updates, outputs, num_warps, constants, args):
             input_output_aliases={operands.index(name): len(outputs) + i for i, name in enumerate(updates)},
             num_warps=max(1, num_warps * 32 // gpus.wave_size(arch)),
             compute_capability=gpus.compute_capability(arch),
+            backend_options={"enable_fp_fusion": True},  # Triton 3.10 means to turn it off by default
             **args,
             **constants,
         )
