@@ -2,8 +2,9 @@
 
 The interpreter narrows float32 to bfloat16 and fp8 by cutting bits off, and widens bfloat16's subnormals to other
 numbers; GPUs round to nearest, ties to even, and widen exactly. Here ml_dtypes' conversions replace its own while a
-kernel runs. Three things made it slow: it called the function of a `tl.reduce` for each element (here for each slice),
-it patched all of triton.language again at each call of a helper (here once per launch), and it built a table of dtypes
+kernel runs. It gives a comparison of integers an integer's type, and Triton 3.9 refuses a scalar one as the mask of a
+block. Three things made it slow: it called the function of a `tl.reduce` for each element (here for each slice), it
+patched all of triton.language again at each call of a helper (here once per launch), and it built a table of dtypes
 each time it looked one up.
 """
 
@@ -14,6 +15,7 @@ import types
 
 import ml_dtypes
 import numpy as np
+import triton
 
 _LOCK = threading.RLock()
 _SHORT = {"bf16": ml_dtypes.bfloat16, "fp8e4nv": ml_dtypes.float8_e4m3fn, "fp8e5": ml_dtypes.float8_e5m2}
@@ -27,6 +29,7 @@ def amended():
     """
     from triton.runtime import interpreter
 
+    builder = interpreter.InterpreterBuilder
     # The interpreter holds its state in module globals: one kernel at a time.
     with _LOCK, contextlib.ExitStack() as undo:
         reduce_ops = interpreter.ReduceOps
@@ -34,6 +37,7 @@ def amended():
             (interpreter, "_convert_float", functools.partial(_convert, interpreter._convert_float)),
             (interpreter, "_patch_lang", _patch_once(interpreter._patch_lang)),
             (interpreter, "_get_np_dtype", _remembering(interpreter._get_np_dtype)),
+            (builder, "create_splat", functools.partialmethod(_splat, builder.create_splat)),
             (reduce_ops, "generic_reduce", functools.partialmethod(_reduce, reduce_ops.generic_reduce)),
         ):
             undo.callback(setattr, owner, name, getattr(owner, name))
@@ -49,6 +53,12 @@ def _convert(original, values, from_type, to_type, rounding_mode):
     if wide and str(to_type) == "fp32":
         return np.asarray(values).view(wide).astype(np.float32).view(np.uint32)
     return original(values, from_type, to_type, rounding_mode)
+
+
+def _splat(self, original, block, scalar):
+    if scalar.data.dtype == bool:
+        scalar = type(scalar)(scalar.data, triton.language.int1)
+    return original(self, block, scalar)
 
 
 def _reduce(self, original, inputs):
