@@ -48,7 +48,8 @@ def combine_topk_swa_indices(
 
     Returns:
       indices: `[T, W]` int32, W being `topk + window_size` rounded up to a multiple of 128. What is not in the buffer
-        is -1 in its place: a top-k index outside `[0, N)`, a token before the gathered ones, a row from M on.
+        is -1 in its place: a top-k index outside `[0, N)`, a token before the gathered ones, a row from M on. So is a
+        top-k index from `(p + 1) // compress_ratio` on, whose key is made of tokens that come after p.
       lens: `[T]` int32, entries of 1. and 2. together. A token that is in no request, or in one whose lengths are not
         as above, has a row of -1 and length 0.
     """
