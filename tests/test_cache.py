@@ -179,7 +179,7 @@ ZERO = [0, 0.0, -1.0, float("nan"), float("inf"), np.float32(0), np.float32("nan
 @pytest.mark.parametrize("scale", ZERO, ids=repr)
 def test_a_scale_that_is_known_must_be_positive(scale):
     fmt = CACHE_FORMATS["fp8"]
-    with pytest.raises(ValueError, match="^kv_scale is .*; it must be above 0, finite"):
+    with pytest.raises(ValueError, match=r"^kv_scale is .*; it must be above 0, finite"):
         fmt.check_scale("kv_scale", scale)
-    with pytest.raises(ValueError, match="^scale is .*; it must be above 0, finite"):
+    with pytest.raises(ValueError, match=r"^scale is .*; it must be above 0, finite"):
         fmt.pack(jnp.ones((1, 512)), scale)
