@@ -1,7 +1,7 @@
 """Weights of compressors from safetensors files, under the names of DeepSeek, Hugging Face and vLLM.
 
-A file is a JSON header of names, types and offsets before plain little-endian arrays, so it is mapped into memory here
-without another library; NumPy's front end of safetensors knows no fp8.
+A safetensors file is a JSON header (names, types, offsets) before plain little-endian arrays. This module maps it into
+memory without another library, because NumPy's front end of safetensors does not know fp8.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from dsv4_jax.config import CompressorConfig
 if TYPE_CHECKING:
     from dsv4_jax.compressor import DeepseekCompressor
 
-# What a tensor is, by the end of its name.
+# What a tensor is, by the last part of its name.
 ROLES = {
     "wkv.weight": "kv",
     "kv_proj.weight": "kv",
@@ -35,13 +35,13 @@ ROLES = {
     "norm.weight": "norm",
     "kv_norm.weight": "norm",
 }
-# The indexer stands before the word compressor or after it. Layers of multi-token prediction have another prefix.
+# "indexer" comes before "compressor" or after it. Layers of multi-token prediction have another prefix.
 NAME = re.compile(
     r"(?:(?:language_)?model\.)*layers\.(\d+)\.((?:\w+\.)*?compressor(?:\.\w+)*?)\."
     rf"({'|'.join(map(re.escape, ROLES))})"
 )
-SCALES = ("scale", "weight_scale_inv", "weight_scale")  # instead of `weight`, at the end of the name
-BLOCKS = (128, 32)  # rows, and columns, of a quantized weight under one scale
+SCALES = ("scale", "weight_scale_inv", "weight_scale")  # replaces `weight` at the end of the name
+BLOCKS = (128, 32)  # a scale of a quantized weight covers so many rows and as many columns
 DTYPES = {
     "F32": jnp.float32,
     "F16": jnp.float16,
@@ -67,18 +67,18 @@ def load_compressors(
 
     Args:
       path: a .safetensors file, or a directory of them, with or without `model.safetensors.index.json`.
-      layers: which to load; all by default.
-      configs: the compressors of every layer, as `CompressorConfig.from_pretrained_config` returns them: the way to
-        other cache formats or page sizes. By default it is read from the config.json beside the weights.
-      dtype: of the projections, float32 or bfloat16. Position biases and norm weights are float32 always.
+      layers: which layers to load; all by default.
+      configs: the compressors of every layer, as `CompressorConfig.from_pretrained_config` returns them. Pass them to
+        choose other cache formats or page sizes. By default they come from the config.json beside the weights.
+      dtype: dtype of the projections, float32 or bfloat16. Position biases and norm weights are always float32.
 
     Returns:
-      For each layer `(csa, indexer)`, `(hca,)`, or `()` where attention is by sliding window alone.
+      For each layer `(csa, indexer)`, `(hca,)`, or `()` if it has only sliding-window attention.
 
     Raises:
       FileNotFoundError: there is no such file, no weights, or no config.json.
-      ValueError: a file is not as it should be, or a tensor is missing, of another shape or dtype; the message names
-        the file and the tensor.
+      ValueError: a file is malformed, or a tensor is missing or has a wrong shape or dtype; names the file and the
+        tensor.
     """
     from dsv4_jax.compressor import DeepseekCompressor, nnx
 
@@ -89,7 +89,7 @@ def load_compressors(
     def load(layer: int, config: CompressorConfig, indexer: bool) -> "DeepseekCompressor":
         weights = checkpoint.weights(layer, config, indexer=indexer, dtype=dtype)
         hidden_size = len(weights["wkv_gate"])
-        # Abstract, as its random weights would be thrown away.
+        # Abstract: random weights would only be thrown away.
         module = nnx.eval_shape(lambda: DeepseekCompressor(config, hidden_size, param_dtype=dtype, rngs=nnx.Rngs(0)))
         for name, value in weights.items():
             getattr(module, name).set_value(jnp.asarray(value))
@@ -104,7 +104,7 @@ def load_compressors(
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file: where it lies, and what its header says of it."""
+    """A tensor in a file: its place, and what the header says about it."""
 
     name: str
     file: Path
@@ -118,12 +118,12 @@ class Tensor:
         return math.prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
 
     def map(self) -> np.ndarray:
-        """The tensor, mapped into memory: bytes are read when they are used."""
+        """The tensor, mapped into memory; bytes are read on use."""
         bytes_ = np.memmap(self.file, np.uint8, "r", self.offset, self.size)
         return bytes_.view(np.dtype(DTYPES[self.dtype])).reshape(self.shape)
 
     def must_have(self, shape: tuple[int | None, ...], dtypes: Iterable[str]) -> None:
-        """Raises unless shape (None stands for any length but 0) and dtype are right."""
+        """Raises unless shape (None: any length but 0) and dtype are right."""
         fits = len(shape) == len(self.shape) and 0 not in self.shape
         if not fits or any(w not in (None, n) for n, w in zip(self.shape, shape, strict=True)):
             want = ", ".join("any" if n is None else str(n) for n in shape)
@@ -133,11 +133,11 @@ class Tensor:
 
 
 class Checkpoint:
-    """The compressors in one or more safetensors files. Headers are read when they are needed, tensors when asked for.
+    """The compressors in one or more safetensors files. Headers and tensors are read on use.
 
     Attributes:
-      directory: of the files.
-      compressors: the tensors' names by role (`ROLES`), of each `(layer, whether it is the indexer's)`.
+      directory: the directory of the files.
+      compressors: for each `(layer, whether it is the indexer's)`, the tensors' names by role (`ROLES`).
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -162,7 +162,7 @@ class Checkpoint:
     def weights(
         self, layer: int, config: CompressorConfig, *, indexer: bool = False, dtype: jax.typing.DTypeLike = jnp.float32
     ) -> dict[str, np.ndarray]:
-        """`wkv_gate` `[hidden, 2W]` of `dtype`, `ape` `[m, W]` and `norm` `[D]` float32, of a layer's compressor."""
+        """A compressor's `wkv_gate` `[hidden, 2W]` of `dtype`, `ape` `[m, W]` and `norm` `[D]` float32."""
         names = self.compressors.get((layer, indexer), {})
         needed = ("kv_gate", "ape", "norm") if "kv_gate" in names else ("kv", "gate", "ape", "norm")
         if missing := [role for role in needed if role not in names]:
@@ -187,7 +187,7 @@ class Checkpoint:
         return tensor.map().astype(np.dtype(dtype))
 
     def _others(self, layer: int, indexer: bool) -> str:
-        """What a compressor has under other names, for an error."""
+        """The other tensors of a compressor, for an error message."""
         pattern = re.compile(rf"(?:\w+\.)*layers\.{layer}\.(?:\w+\.)*compressor\.[\w.]+")
         found = [n for n in self.files if pattern.fullmatch(n) and ("indexer" in n.split(".")) == indexer]
         return f"; it has {', '.join(sorted(found))}" if found else ""
@@ -244,7 +244,7 @@ def _files(path: Path) -> dict[str, Path]:
 
 
 def _parsed(text: str | bytes):
-    """JSON of which no object may name a thing twice: Python would take the last."""
+    """Parses JSON and refuses objects with a repeated key, of which Python would take the last."""
 
     def unique(pairs):
         found = dict(pairs)
@@ -261,7 +261,7 @@ def _header(file: Path) -> dict[str, Tensor]:
     return _read_header(file, stat.st_size, stat.st_mtime_ns)
 
 
-@functools.lru_cache(maxsize=256)  # of files as they were
+@functools.lru_cache(maxsize=256)  # size and time are in the key, so a changed file is read again
 def _read_header(file: Path, size: int, _) -> dict[str, Tensor]:
     try:
         with file.open("rb") as stream:

@@ -1,10 +1,10 @@
-"""What a compressor is: its window, its head, its cache. One frozen value that every op takes."""
+"""What a compressor is: its window, its head, its cache. Every op takes this one frozen value."""
 
 import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.export
@@ -13,26 +13,29 @@ from dsv4_jax import pretrained
 from dsv4_jax.cache import CACHE_FORMATS, CacheFormat
 from dsv4_jax.rope import Yarn
 
+State = Literal["rows", "online"]
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class CompressorConfig:
-    """The static description of one compressor: hashable, a static argument of `jax.jit`, or a pytree without leaves.
+    """The static description of one compressor.
 
-    Use `csa`, `hca` or `indexer` for DeepSeek-V4's three, `dataclasses.replace` to change one.
+    It is hashable, so it can be a static argument of `jax.jit`; it is also a pytree without leaves. `csa`, `hca` and
+    `indexer` make DeepSeek-V4's three; `dataclasses.replace` changes a field.
 
     Attributes:
-      compress_ratio: m, the tokens that become one key; a power of two.
-      head_dim: D, channels of the key.
-      overlap: whether a window also spans the m tokens before its own (then n = 2m, and a state half is 2D wide).
-      cache_format: name of the `CacheFormat` that keys are stored in.
-      page_rows: rows of a state page; a row holds a token, or the online state after a token.
-      kv_page_rows: rows (keys) of a cache page.
-      rope_head_dim: the trailing channels that RoPE rotates.
+      compress_ratio: m, tokens per key; a power of two.
+      head_dim: D, channels per key.
+      overlap: whether a window also spans the m tokens before its own. Then n = 2m, and a state half is 2D wide.
+      cache_format: name of the `CacheFormat` that stores the keys.
+      page_rows: rows per state page. A row holds one token, or the online state after one token.
+      kv_page_rows: rows (keys) per cache page.
+      rope_head_dim: number of trailing channels that RoPE rotates.
       eps: epsilon of the RMSNorm.
       rope: frequencies of the RoPE.
-      state: what is kept of an open window: "rows", kv and biased score of each token, or "online", their running
-        maximum, sum and weighted sum; for windows that do not overlap.
+      state: what the state cache keeps of an open window. "rows": kv and biased score of each token. "online": their
+        running maximum, sum and weighted sum; only for windows that do not overlap.
     """
 
     compress_ratio: int
@@ -44,7 +47,7 @@ class CompressorConfig:
     rope_head_dim: int = 64
     eps: float = 1e-6
     rope: Yarn = dataclasses.field(default_factory=Yarn)
-    state: str = "rows"
+    state: State = "rows"
 
     def __post_init__(self):
         m = self.compress_ratio
@@ -64,14 +67,14 @@ class CompressorConfig:
             raise ValueError(f"rope_head_dim is {self.rope_head_dim!r}; the cache formats are laid out for 64")
         if not self.eps > 0:
             raise ValueError(f"eps is {self.eps!r}; it must be positive")
-        if self.state not in ("rows", "online"):
+        if self.state not in get_args(State):
             raise ValueError(f"state is {self.state!r}; it must be 'rows' or 'online'")
         if self.state == "online" and self.overlap:
             raise ValueError("state is 'online'; with overlap it must be 'rows', since a token is in two windows")
 
     @classmethod
     def csa(cls, cache_format: str = "fp8_ds_mla", *, page_rows: int = 4, kv_page_rows: int = 64) -> "CompressorConfig":
-        """Compressed sparse attention: every 4 tokens one key of 512, over overlapping windows of 8."""
+        """Compressed sparse attention: one key of 512 channels per 4 tokens, over overlapping windows of 8."""
         return cls(4, 512, True, cache_format, page_rows, kv_page_rows)
 
     @classmethod
@@ -81,9 +84,12 @@ class CompressorConfig:
         *,
         page_rows: int | None = None,
         kv_page_rows: int = 2,
-        state: str = "rows",
+        state: State = "rows",
     ) -> "CompressorConfig":
-        """Heavily compressed attention: every 128 tokens one key of 512. page_rows: 8, of the online state 1."""
+        """Heavily compressed attention: one key of 512 channels per 128 tokens.
+
+        `page_rows` is 8 by default, or 1 with the online state.
+        """
         if page_rows is None:
             page_rows = 1 if state == "online" else 8
         return cls(128, 512, False, cache_format, page_rows, kv_page_rows, state=state)
@@ -92,7 +98,7 @@ class CompressorConfig:
     def indexer(
         cls, cache_format: str = "indexer_fp8", *, page_rows: int = 4, kv_page_rows: int = 64
     ) -> "CompressorConfig":
-        """The indexer inside CSA layers: every 4 tokens one key of 128, over overlapping windows of 8."""
+        """The indexer inside CSA layers: one key of 128 channels per 4 tokens, over overlapping windows of 8."""
         return cls(4, 128, True, cache_format, page_rows, kv_page_rows)
 
     @classmethod
@@ -107,18 +113,20 @@ class CompressorConfig:
         """Reads the compressors of every layer from a DeepSeek-V4 `config.json`.
 
         Both styles are read: the published one (`compress_ratios`, `rope_scaling`, `compress_rope_theta`) and the one
-        that Hugging Face writes back (`layer_types`, `compress_rates`, `rope_parameters`). Where a file has both they
-        must agree. A null is a missing field, and no default is guessed for one. The fields of a model with more than
-        text are read from its `text_config`.
+        that Hugging Face writes back (`layer_types`, `compress_rates`, `rope_parameters`). If a file has both, they
+        must agree. A null counts as a missing field, and no default is guessed for one. If there is a `text_config`,
+        the fields are read from it.
 
         Args:
           config: the parsed file, its path, or the directory that holds it.
-          csa_format, hca_format, indexer_format: cache formats of the three kinds of compressor.
+          csa_format: cache format of CSA compressors.
+          hca_format: cache format of HCA compressors.
+          indexer_format: cache format of indexers.
 
         Returns:
           One tuple for each of the `num_hidden_layers` layers: `()` for sliding-window attention, `(csa, indexer)` or
-          `(hca,)`. What `compress_ratios` lists after them belongs to multi-token prediction and is left out. Page
-          sizes are the defaults, 256 tokens a cache page; `dataclasses.replace` changes them.
+          `(hca,)`. Further entries of `compress_ratios` belong to multi-token prediction and are left out. Page sizes
+          are the defaults, 256 tokens per cache page; `dataclasses.replace` changes them.
 
         Raises:
           ValueError: a field is missing, has a value that the kernels are not made for, or contradicts another. The
@@ -129,27 +137,27 @@ class CompressorConfig:
 
     @property
     def format(self) -> CacheFormat:
-        """The cache format, by its name."""
+        """The `CacheFormat` that `cache_format` names."""
         return CACHE_FORMATS[self.cache_format]
 
     @property
     def layout(self) -> tuple[int, bool, int, int, str]:
-        """What slots and plans depend on: ratio, overlap, rows of a state page, rows of a cache page, kind of state."""
+        """What slots and plans depend on: ratio, overlap, rows per state page, rows per cache page, kind of state."""
         return self.compress_ratio, self.overlap, self.page_rows, self.kv_page_rows, self.state
 
     @property
     def window(self) -> int:
-        """n, the tokens that one key is made from."""
+        """n, tokens per window."""
         return self.compress_ratio * (2 if self.overlap else 1)
 
     @property
     def width(self) -> int:
-        """W, channels of kv, and of score, of a token."""
+        """W, channels of a token's kv, and of its score."""
         return self.head_dim * (2 if self.overlap else 1)
 
     @property
     def state_width(self) -> int:
-        """Channels of a row of the state cache: 2W (kv, score), or 3W of the online state (maximum, sum, weighted)."""
+        """Channels per row of the state cache: 2W (kv, score), or 3W of the online state (maximum, sum, weighted)."""
         return self.width * (3 if self.state == "online" else 2)
 
 

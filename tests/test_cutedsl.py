@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def traced(
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_every_kernel_compiles(arch):
-    """And is one that `launch.launcher` calls with its arguments packed once."""
+    """And takes packed arguments."""
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "CUTE_DSL_ARCH": arch}
     done = subprocess.run(
@@ -142,7 +143,7 @@ def test_the_target_is_in_the_key(fresh, monkeypatch):
 
 def test_one_launch(fresh):
     for kind in ("csa", "hca"):
-        assert str(traced(kind)).count("= bridge_call[") == 1
+        assert str(traced(kind)).count("= torch_call[") == 1
 
 
 @pytest.fixture(scope="module")
@@ -175,88 +176,55 @@ def test_threads_that_compile_at_once(shape):
     assert found[0] is not found[1]
 
 
-class Kernel:
-    """Stands for a loaded kernel: notes what it is called with, and reports `error`."""
-
-    def __init__(self, error=0):
-        self.error, self.calls, self.repeated = error, [], []
-        self.capi_func = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(self.run)
-        self.cuda_result, self.exec_context = ctypes.c_int32(), None
-
-    def run(self, packed):
-        pointers = (ctypes.c_void_p * 22).from_address(packed)
-        self.calls.append([ctypes.c_int64.from_address(pointer).value for pointer in pointers[:21]])
-        ctypes.c_int32.from_address(pointers[21]).value = self.error
-        return 0
-
-    def run_compiled_program(self, pointers):
-        self.repeated.append([ctypes.c_int64.from_address(pointer.value).value for pointer in pointers])
-        if self.error:
-            raise RuntimeError(f"CUDA error {self.error}")
-
-
-# Arguments in the kernel's order: 13 addresses, 7 numbers, the stream.
+# Arguments in the kernel's order: 13 addresses, 7 numbers.
 NAMES, NUMBERS = ("kv_cache", "closing", "kv_scale"), (("blocks", 5), ("tokens", 9))
 
 
 def passed(kv_cache, closing, kv_scale, stream):
-    return [closing, 0, 0, 0, 0, 0, 0, 0, kv_cache, 0, 0, kv_scale, 0, 9, 0, 0, 0, 0, 0, 5, stream]
+    return [[closing, 0, 0, 0, 0, 0, 0, 0, kv_cache, 0, 0, kv_scale, 0, 9, 0, 0, 0, 0, 0, 5], [stream]]
 
 
-def launch_of(kernel, shape, monkeypatch):
+def launched_on_threads(shape, monkeypatch, call):
+    """What a launch hands its compiled function in each of four threads that `call` it at once, on streams 0 to 3."""
+    torch = pytest.importorskip("torch")
     from dsv4_jax.nvidia.ops.helpers import launch
 
-    monkeypatch.setattr(launch, "loaded", lambda *key: kernel)
-    return launch.Launch(launch.compiled, shape, "sm_90a", NAMES, NUMBERS)
+    calls, of_thread, together = [], threading.local(), threading.Barrier(4)
 
+    def function(*arguments):
+        pointers = [argument.__c_pointers__() for argument in arguments]
+        calls.append([[ctypes.c_int64.from_address(p.value).value for p in values] for values in pointers])
 
-def test_what_a_launch_passes(shape, monkeypatch):
-    kernel = Kernel()
-    launch = launch_of(kernel, shape, monkeypatch)
-    address = 2**47 + 16
-    launch(3, address, 2, 1)
-    launch(4, 7, 8, 2**63 - 1)
-    assert kernel.calls == [passed(address, 2, 1, 3), passed(7, 8, 2**63 - 1, 4)] and kernel.repeated == []
-    for few_or_many in ((3, 1, 2), (3, 1, 2, 3, 4)):
-        with pytest.raises(ValueError, match="size"):
-            launch(*few_or_many)
-    assert len(kernel.calls) == 2
-
-
-def test_a_launch_of_another_cutlass(shape, monkeypatch):
-    kernel = Kernel()
-    del kernel.capi_func
-    launch = launch_of(kernel, shape, monkeypatch)
-    launch(3, 6, 2, 1)
-    launch(4, 7, 8, 9)
-    assert kernel.repeated == [passed(6, 2, 1, 3), passed(7, 8, 9, 4)]
-
-
-def test_a_launch_that_fails(shape, monkeypatch):
-    kernel = Kernel(error=700)
-    launch = launch_of(kernel, shape, monkeypatch)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="CUDA error 700"):
-            launch(3, 6, 2, 1)
-    kernel.error = 0
-    launch(3, 6, 2, 1)
-    assert len(kernel.calls) == 3 and len(kernel.repeated) == 2
-
-
-def test_threads_that_launch_at_once(shape, monkeypatch):
-    kernel = Kernel()
-    launch = launch_of(kernel, shape, monkeypatch)
-    together = threading.Barrier(4)
+    monkeypatch.setattr(launch, "loaded", lambda *key: function)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=of_thread.stream))
+    one = launch.Launch(launch.compiled, shape, "sm_90a", NAMES, NUMBERS)
 
     def work(stream):
+        of_thread.stream = stream
         together.wait()
-        for i in range(200):
-            launch(stream, 1000 * stream + i, stream, 0)
+        call(one, stream)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
-    expected = [passed(1000 * stream + i, stream, 0, stream) for stream in range(4) for i in range(200)]
-    assert sorted(kernel.calls) == sorted(expected)
+    return calls
+
+
+class Tensor:
+    def __init__(self, address):
+        self.data_ptr = lambda: address
+
+
+def test_what_a_launch_passes(shape, monkeypatch):
+    def call(launch, stream):
+        for address in (2**47 + 16, 7):
+            launch(Tensor(address), Tensor(stream), Tensor(2**63 - 1))
+        for few_or_many in ((Tensor(1),) * 2, (Tensor(1),) * 4):
+            with pytest.raises(ValueError, match="zip"):
+                launch(*few_or_many)
+
+    calls = launched_on_threads(shape, monkeypatch, call)
+    expected = [passed(address, stream, 2**63 - 1, stream) for stream in range(4) for address in (7, 2**47 + 16)]
+    assert sorted(calls) == sorted(expected)
 
 
 @pytest.mark.parametrize(

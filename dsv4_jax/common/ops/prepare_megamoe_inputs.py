@@ -28,7 +28,6 @@ def implement(hidden, topk_weights, topk_ids, is_padding, *, outputs):
         outputs={"x": x, "scales": scales, "ids": ids, "weights": weights},
         num_warps=4,
         constants={
-            "PADDING": is_padding is not None,
             "TOPK": topk,
             "TOPK_PAD": triton.next_power_of_2(topk),
             "BLOCK": reference.BLOCK,
@@ -38,8 +37,7 @@ def implement(hidden, topk_weights, topk_ids, is_padding, *, outputs):
         hidden=hidden,
         topk_weights=topk_weights,
         topk_ids=topk_ids,
-        # Triton wants an array for every pointer; this one is then not read.
-        is_padding=topk_ids if is_padding is None else is_padding,
+        is_padding=is_padding,
         quads=blocks // 4,
         quantizing=quantizing,
         tokens=tokens,
@@ -49,7 +47,7 @@ def implement(hidden, topk_weights, topk_ids, is_padding, *, outputs):
 @triton.jit
 def _prepare_kernel(
     hidden, topk_weights, topk_ids, is_padding, x, scales, ids, weights, quads, quantizing, tokens,
-    PADDING: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
@@ -72,7 +70,7 @@ def _prepare_kernel(
         at = token.to(tl.int64)[:, None] * TOPK + expert
         id = tl.maximum(tl.load(topk_ids + at, mask=real), -1)
         weight = tl.load(topk_weights + at, mask=real)
-        if PADDING:
+        if is_padding is not None:
             padding = (tl.load(is_padding + token, mask=token < tokens, other=0) != 0)[:, None]
             id = tl.where(padding, -1, id)
             weight = tl.where(padding, 0.0, weight)

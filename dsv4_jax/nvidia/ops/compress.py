@@ -20,8 +20,7 @@ import bridge
 from dsv4_jax.cache import page_stride
 from dsv4_jax.nvidia import support
 from dsv4_jax.nvidia.ops import compress_prefill
-from dsv4_jax.nvidia.ops.helpers import launch
-from dsv4_jax.nvidia.ops.helpers.launch import Arguments, Shape
+from dsv4_jax.nvidia.ops.helpers.launch import STREAM, Arguments, Launch, Shape
 from dsv4_jax.nvidia.ops.helpers.memory import load, load4, store4, store_in_peer
 from dsv4_jax.nvidia.ops.helpers.norm_rope import HALF_WARPS, load_factors, norm_rope, squares_of_cta, sum_of_squares
 from dsv4_jax.nvidia.ops.helpers.quantize_store import store_key
@@ -61,7 +60,7 @@ def implement(*args, config, save):
     """See `dsv4_jax.compress`: one launch."""
     call = plan(*args, config=config, save=save)
     _, _, state_cache, kv_cache, *_ = args
-    results = dict(zip(call.updates, launched(call), strict=True)) if call else {}
+    results = dict(zip(call.updates, launch(call), strict=True)) if call else {}
     return results.get("state_cache", state_cache), results.get("kv_cache", kv_cache)
 
 
@@ -128,7 +127,7 @@ def implement_compress_kv(state_cache, metadata, *, config, outputs):
         "windows": windows,
         "blocks": windows * CLUSTER if _is_long(shape) else windows,
     }
-    return launched(Call(_kernel(shape), shape, arrays, numbers, ()), compressed)[:1]
+    return launch(Call(_kernel(shape), shape, arrays, numbers, ()), compressed)[:1]
 
 
 def implement_norm_rope_insert(compressed, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config):
@@ -148,19 +147,19 @@ def implement_norm_rope_insert(compressed, state_cache, kv_cache, metadata, norm
         arrays["kv_scale"] = kv_scale
     numbers = _lengths(metadata, state_cache, kv_cache, cos_sin) | {"windows": windows, "blocks": windows}
     shape = _shape(config, windows, kv_cache, None, norm_weight)
-    return launched(Call(_norm_rope_insert, shape, arrays, numbers, ("kv_cache",)))
+    return launch(Call(_norm_rope_insert, shape, arrays, numbers, ("kv_cache",)))
 
 
-def launched(call, out_type=None, *, command_buffer_compatible=True):
-    """The updated arrays and, if `out_type` is given, the compressed rows."""
+def launch(call, out_type=None, *, command_buffer_compatible=True):
+    """Launches a `Call`; returns the updated arrays and, if `out_type` is given, the compressed rows."""
     names = tuple(call.arrays)
     aliases = {names.index(name): i for i, name in enumerate(call.updates)}
     types = [jax.ShapeDtypeStruct(call.arrays[name].shape, call.arrays[name].dtype) for name in call.updates]
     if out_type is not None:
         types.append(out_type)
         names = (*names, "compressed")
-    function = launch.Launch(call.kernel, call.shape, support.gpu_arch(), names, tuple(call.numbers.items()))
-    return bridge.raw_call(
+    function = Launch(call.kernel, call.shape, support.gpu_arch(), names, tuple(call.numbers.items()))
+    return bridge.torch_call(
         function,
         *call.arrays.values(),
         out_type=tuple(types),
@@ -221,7 +220,7 @@ def _lengths(metadata, state_cache, kv_cache, cos_sin):
 
 
 @cute.jit
-def _short_windows(a: Arguments, stream: launch.STREAM, shape: cutlass.Constexpr):
+def _short_windows(a: Arguments, stream: STREAM, shape: cutlass.Constexpr):
     short_window_kernel(a, shape).launch(
         grid=[a.blocks, 1, 1],
         block=[SHORT_THREADS, 1, 1],
@@ -258,7 +257,7 @@ def short_window_kernel(a: Arguments, shape: cutlass.Constexpr):
 
 
 @cute.jit
-def _norm_rope_insert(a: Arguments, stream: launch.STREAM, shape: cutlass.Constexpr):
+def _norm_rope_insert(a: Arguments, stream: STREAM, shape: cutlass.Constexpr):
     norm_rope_insert_kernel(a, shape).launch(grid=[a.blocks, 1, 1], block=[SHORT_THREADS, 1, 1], stream=stream)
 
 
@@ -284,7 +283,7 @@ def norm_rope_insert_kernel(a: Arguments, shape: cutlass.Constexpr):
 
 
 @cute.jit
-def _long_windows(a: Arguments, stream: launch.STREAM, shape: cutlass.Constexpr):
+def _long_windows(a: Arguments, stream: STREAM, shape: cutlass.Constexpr):
     long_window_kernel(a, shape).launch(
         grid=[a.blocks, 1, 1],
         block=[LONG_THREADS, 1, 1],
