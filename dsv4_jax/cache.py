@@ -90,6 +90,7 @@ class CacheFormat:
 
     def check_cache(self, name: str, cache, page_rows: int) -> None:
         """Raises unless `cache` (an array or its type) can hold pages of `page_rows` rows of this format."""
+        checks.not_a_ref(name, cache)
         if not hasattr(cache, "dtype") or not hasattr(cache, "shape"):
             raise TypeError(f"{name} is a {type(cache).__name__}; it must be an array")
         if cache.dtype != self.dtype:

@@ -1,12 +1,16 @@
 """JAX's own tools on the ops: strict promotion, export, the compilation cache, references, debugging."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import ops
 
 import dsv4_jax
 from dsv4_jax import CACHE_FORMATS, CompressorConfig, CompressorMetadata, Yarn
@@ -132,6 +136,7 @@ def test_a_program_may_forbid_implicit_promotion():
 
 
 def test_export():
+    pytest.importorskip("flatbuffers")
     """A function of metadata, a config and caches comes back from bytes and runs."""
     config = CONFIGS["csa"]
     *before, state, cache, meta, norm, table = compressor(config)
@@ -149,6 +154,7 @@ def test_export():
 
 
 def test_serializable_configs():
+    pytest.importorskip("flatbuffers")
     for config in (*CONFIGS.values(), dataclasses.replace(CONFIGS["csa"], eps=1e-5, rope=Yarn(50000.0, factor=4.0))):
         exported = jax.export.export(jax.jit(lambda c: c))(config)
         assert jax.export.deserialize(exported.serialize()).call(config) == config
@@ -163,3 +169,87 @@ def test_debugging(context):
         *args, norm, table = compressor(config)
         got = dsv4_jax.compress(*args, norm, table, config=config)
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_a_ref_is_refused_in_words():
+    state = compressor(CONFIGS["csa"])[2]
+    x, ape, slots = floats(TOKENS, 1024), floats(4, 1024), arange(TOKENS)
+
+    def save(state):
+        return dsv4_jax.save_partial_states(x, x, ape, slots, state, slots, compress_ratio=4)
+
+    for call in (save, jax.jit(save)):
+        with pytest.raises(TypeError, match=r"^state_cache is a jax.Ref; .* state_cache\[\.\.\.\] = result"):
+            call(jax.new_ref(state))
+    *before, state, cache, meta, norm, table = compressor(CONFIGS["csa"])
+    with pytest.raises(TypeError, match=r"^kv_cache is a jax.Ref"):
+        dsv4_jax.compress(*before, state, jax.new_ref(cache), meta, norm, table, config=CONFIGS["csa"])
+
+    ref = jax.new_ref(state)
+
+    @jax.jit
+    def update(ref):
+        ref[...] = save(ref[...])
+
+    assert not ops.copies(update.lower(ref).compile(), state)
+    update(ref)
+    np.testing.assert_array_equal(ref[...], save(state))
+
+
+CACHED = """
+import jax, test_jax_tools as t, dsv4_jax
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+args = t.compressor(t.CONFIGS["csa"])
+hits.clear()
+jax.block_until_ready(jax.jit(lambda args, c: dsv4_jax.compress(*args, config=c))(args, t.CONFIGS["csa"]))
+print(hits.count("/jax/compilation_cache/cache_hits"), hits.count("/jax/compilation_cache/cache_misses"))
+"""
+
+SHARDED = """
+import jax, re, test_jax_tools as t, dsv4_jax
+from helpers import ops
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+config = t.CONFIGS["csa"]
+*before, state, cache, meta, norm, table = t.compressor(config)
+f = jax.jit(
+    lambda *caches: dsv4_jax.compress(*before, *dsv4_jax.refuse_sharded(*caches), meta, norm, table, config=config),
+    donate_argnums=(0, 1),
+)
+replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
+for shardings in ((split, replicated), (replicated, split), (replicated, NamedSharding(mesh, P(None, "x")))):
+    try:
+        f.lower(*jax.device_put((state, cache), shardings)).compile()
+        print("compiled", shardings)
+    except jax.errors.JaxRuntimeError as error:
+        assert "an array of shape" in str(error) and "jax.shard_map" in str(error), error
+compiled = f.lower(*jax.device_put((state, cache), replicated)).compile()
+assert not ops.copies(compiled, state, cache)
+assert not re.search("all-reduce|all-gather", compiled.as_text())
+assert not ops.copies(f.lower(state, cache).compile(), state, cache)
+print("ok")
+"""
+
+
+def in_a_process(program, **variables):
+    tests = os.path.dirname(__file__)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(tests), tests]), **variables}
+    environment |= {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_compiled_function_comes_back_from_the_persistent_cache(tmp_path):
+    variables = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    assert in_a_process(CACHED, **variables) == "0 1"
+    assert in_a_process(CACHED, **variables) == "1 0"
+
+
+def test_a_sharded_cache_under_plain_jit():
+    assert in_a_process(SHARDED, XLA_FLAGS="--xla_force_host_platform_device_count=2") == "ok"
