@@ -2,20 +2,31 @@
 PYTHON ?= python3.12
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint sweep docs clean
 .DELETE_ON_ERROR: # no .venv that is half made
 
 demo: .venv/.demo
 	$(BIN)/python -m dsv4_jax demo
 
 test: .venv/.test
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not sweep"
 	$(MAKE) --no-print-directory lint
+
+# What takes minutes more.
+sweep: .venv/.test
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m sweep
 
 lint: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
+
+docs: .venv/.docs
+	$(BIN)/mkdocs build
+
+.venv/.docs: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install -qq --editable '.[docs]'
+	touch $@
 
 clean:
 	rm -rf .venv
@@ -24,6 +35,13 @@ clean:
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -qq --upgrade pip
 
-.venv/.%: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install -qq --editable '.[$*]'
+.venv/.demo: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install -qq --editable '.[demo]'
+	touch $@
+
+# Without its dependency jax-cuda13-pjrt, the plugin lets JAX lower for NVIDIA's GPUs, no more. That one is large, and
+# where CUDA's libraries are installed and no driver is, JAX 0.12.0.1 crashes with it.
+.venv/.test: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install -qq --editable '.[test]'
+	$(BIN)/python -m pip install -qq --no-deps jax-cuda13-plugin==$$($(BIN)/python -c 'import jax; print(jax.__version__)')
 	touch $@

@@ -1,4 +1,4 @@
-"""`python -m dsv4_jax demo | doctor | bench`."""
+"""`python -m dsv4_jax demo | doctor`."""
 
 import argparse
 import sys
@@ -9,15 +9,9 @@ import dsv4_jax
 def main(argv: list[str] | None = None) -> int:
     """Runs a subcommand; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:2] == ["bench", "bridge"]:
-        from dsv4_jax.bench.bridge import main as bench_bridge
-
-        return bench_bridge(argv[2:])
-    if argv[:1] == ["bench"]:  # reads its own arguments
-        from dsv4_jax.bench.run import main as bench
-
-        return bench(argv[1:]) or 0
-
+    if argv[:1] == ["bench"]:
+        print("The benchmarks are not installed; in a clone of the repository, run: python -m bench", file=sys.stderr)
+        return 2
     parser = argparse.ArgumentParser(prog="python -m dsv4_jax", description="DeepSeek-V4's KV compressor for JAX.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {dsv4_jax.__version__}")
     commands = parser.add_subparsers(dest="command")
@@ -37,7 +31,6 @@ def main(argv: list[str] | None = None) -> int:
     demo.add_argument("--tokens", type=_at_least(1), metavar="N", default=2048,
                       help="read at most N tokens, which are bytes (default %(default)s)")  # fmt: skip
     commands.add_parser("doctor", help="say what can run here and what is missing")
-    commands.add_parser("bench", help="time the ops; `bench bridge`: what a call from JAX to a kernel costs")
 
     options = vars(parser.parse_args(argv))
     command = options.pop("command")

@@ -1,11 +1,12 @@
-"""Cache formats: how a key becomes bytes, where its bytes lie in a page, and how to read them back.
+"""Cache formats: how a key becomes bytes, where the bytes lie in a page, and how to read them back.
 
-The rounding rules here are the ones every kernel is held to. Packed formats (uint8 pages) hold a page's values first,
-row after row, then its scales, row after row; plain formats are ordinary `[pages, rows, head_dim]` arrays.
+Every kernel must follow the rounding rules in this file. A packed format (uint8 pages) puts all values of a page first,
+row after row, then all scales, row after row. A plain format is an ordinary array `[pages, rows, head_dim]`.
 """
 
 import dataclasses
 import math
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,14 @@ import numpy as np
 from jax import lax
 
 from dsv4_jax import checks
+from dsv4_jax.promotion import own_rules
 
 ROPE_DIM = 64
 FP8_MAX = 448.0
 FP4_MAX = 6.0
 FP8_AMAX_MIN = 1e-4
 FP4_AMAX_MIN = 6.0 * 2.0**-126
-FP8_NAN = 0x7F  # the one NaN that is ever stored; its sign is dropped
+FP8_NAN = 0x7F  # the only NaN that is stored; its sign is dropped
 BF16_NAN = 0x7FC0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -29,10 +31,11 @@ class CacheFormat:
     """The layout of one kind of compressed cache.
 
     Attributes:
-      name: as vLLM spells it, where it has the format.
+      name: vLLM's name of the format, if vLLM has it.
       head_dim: channels of a key.
-      value_bytes, scale_bytes: bytes of one row in the two parts of a page.
-      dtype: of the cache array: uint8 for packed pages `[pages, page_bytes]`, else of `[pages, rows, head_dim]`.
+      value_bytes: bytes of one row's values.
+      scale_bytes: bytes of one row's scales.
+      dtype: dtype of the cache array; uint8 means packed pages.
       page_align: page_bytes is padded to a multiple of this by default.
     """
 
@@ -54,12 +57,17 @@ class CacheFormat:
         return self.dtype == jnp.uint8
 
     @property
+    def fp8(self) -> bool:
+        """Whether values are float8_e4m3fn."""
+        return self.name in ("fp8_ds_mla", "fp8", "indexer_fp8")
+
+    @property
     def needs_scale(self) -> bool:
-        """Whether values are divided by a scale that the caller gives."""
+        """Whether the caller gives the scale that values are divided by."""
         return self.name == "fp8"
 
     def page_bytes(self, page_rows: int) -> int:
-        """Bytes of a page of `page_rows` rows, padded as vLLM pads it."""
+        """Bytes per page of `page_rows` rows, padded as vLLM pads it."""
         return -(-page_rows * self.row_bytes // self.page_align) * self.page_align
 
     def allocate(self, pages: int, page_rows: int, *, page_bytes: int | None = None) -> jax.Array:
@@ -67,7 +75,7 @@ class CacheFormat:
 
         Args:
           pages: number of pages.
-          page_rows: rows of a page.
+          page_rows: rows per page.
           page_bytes: length of a packed page; by default `self.page_bytes(page_rows)`.
         """
         if pages < 0 or page_rows < 1:
@@ -82,6 +90,7 @@ class CacheFormat:
 
     def check_cache(self, name: str, cache, page_rows: int) -> None:
         """Raises unless `cache` (an array or its type) can hold pages of `page_rows` rows of this format."""
+        checks.not_a_ref(name, cache)
         if not hasattr(cache, "dtype") or not hasattr(cache, "shape"):
             raise TypeError(f"{name} is a {type(cache).__name__}; it must be an array")
         if cache.dtype != self.dtype:
@@ -99,24 +108,37 @@ class CacheFormat:
             )
 
     def check_scale(self, name: str, scale) -> jax.Array | None:
-        """Returns what values are divided by, `[]` float32; raises unless it is given where this format needs it."""
+        """Returns the divisor of values, `[]` float32 or None; raises if it is missing or not wanted.
+
+        A number or a NumPy array must be positive, finite and of float32's range. The values of JAX arrays are not
+        checked: they may be traced.
+        """
         if self.needs_scale == (scale is None):
             must = "a float32 scalar" if self.needs_scale else "None"
             raise ValueError(f"{name} is {scale!r}; for the cache format {self.name} it must be {must}")
+        if scale is None:
+            return None
         if isinstance(scale, int | float):
-            scale = jnp.float32(scale)
-        return None if scale is None else checks.array(name, scale, ())
+            scale = np.float32(checks.positive(name, scale))
+        checked = checks.array(name, scale, ())
+        if isinstance(scale, np.generic | np.ndarray):
+            checks.positive(name, np.float32(scale))
+        return checked
 
+    def _needed_scale(self, scale) -> jax.Array:
+        return cast(jax.Array, self.check_scale("scale", scale))
+
+    @own_rules()
     def pack(self, keys: jax.Array, scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Quantizes finished keys (after RMSNorm and RoPE).
 
-        A block's scale exponent comes from the bits of its largest magnitude, in which NaN counts as infinity and
+        A block's scale exponent comes from the bits of its largest magnitude, in which NaN counts as infinity, and
         infinity as the largest finite bfloat16. NaN is stored as 0x7F (fp8), 0x7FC0 (bf16) or +6 (E2M1, which has no
-        NaN; its scale then makes every value of the block overflow to infinity). Infinity saturates in fp8 and E2M1.
+        NaN; the scale then makes every value of the block overflow to infinity). Infinity saturates in fp8 and E2M1.
 
         Args:
           keys: `[..., head_dim]` float32.
-          scale: `[]` float32, what values are divided by; for the format `fp8` alone.
+          scale: `[]` float32, the divisor of values; only for the format `fp8`.
 
         Returns:
           values `[..., value_bytes]` and scales `[..., scale_bytes]`, both uint8.
@@ -137,10 +159,11 @@ class CacheFormat:
             return codes[..., 0::2] | codes[..., 1::2] << 4, e8m0(exponents)
         if self.name == "bf16":
             return _bytes(bf16(keys)), jnp.zeros((*keys.shape[:-1], 0), jnp.uint8)
-        # A row for each key: XLA would multiply by the inverse of a scalar or of one row, which rounds otherwise.
-        divisor = jnp.where(jnp.isnan(keys), jnp.nan, self._checked_scale(scale))
+        # A row for each key: XLA would multiply by the inverse of a scalar or of one row, which rounds differently.
+        divisor = jnp.where(jnp.isnan(keys), jnp.nan, self._needed_scale(scale))
         return _fp8(keys / divisor), jnp.zeros((*keys.shape[:-1], 0), jnp.uint8)
 
+    @own_rules()
     def store(
         self, cache: jax.Array, values: jax.Array, scales: jax.Array, slots: jax.Array, page_rows: int
     ) -> jax.Array:
@@ -148,9 +171,10 @@ class CacheFormat:
 
         Args:
           cache: as `allocate` returns it.
-          values, scales: `[N, value_bytes]` and `[N, scale_bytes]` uint8, as `pack` returns them.
-          slots: `[N]` int32, `page * page_rows + row`; distinct where they are inside the cache.
-          page_rows: rows of a page.
+          values: `[N, value_bytes]` uint8, as `pack` returns them.
+          scales: `[N, scale_bytes]` uint8, as `pack` returns them.
+          slots: `[N]` int32, `page * page_rows + row`; those inside the cache are distinct.
+          page_rows: rows per page.
         """
         inside = (slots >= 0) & (slots // page_rows < cache.shape[0])
         # JAX counts negative indices from the end; a page past the end is dropped.
@@ -164,8 +188,9 @@ class CacheFormat:
         cache = _scatter_bytes(cache, page, row * self.value_bytes, values)
         return _scatter_bytes(cache, page, page_rows * self.value_bytes + row * self.scale_bytes, scales)
 
+    @own_rules()
     def load(self, cache: jax.Array, slots: jax.Array, page_rows: int) -> tuple[jax.Array, jax.Array]:
-        """Reads rows as `store` takes them; a slot outside the cache reads zeros.
+        """Reads rows in the form that `store` takes; a slot outside the cache reads zeros.
 
         Returns:
           values `[N, value_bytes]` and scales `[N, scale_bytes]`, both uint8.
@@ -180,6 +205,7 @@ class CacheFormat:
         offset = page_rows * self.value_bytes + row * self.scale_bytes
         return values, _gather_bytes(cache, page, offset, self.scale_bytes)
 
+    @own_rules()
     def unpack(
         self,
         cache: jax.Array,
@@ -189,15 +215,15 @@ class CacheFormat:
         scale: jax.Array | None = None,
         dtype: jnp.dtype = jnp.float32,
     ) -> jax.Array:
-        """Dequantizes the rows at `slots`: value times scale, a product in float32; the scale byte 255 is NaN.
+        """Dequantizes the rows at `slots`: value times scale, in float32; the scale byte 255 means NaN.
 
         Args:
           cache: as `allocate` returns it.
           slots: `[N]` int32; a slot outside the cache gives zeros.
-          page_rows: rows of a page.
-          scale: `[]` float32, for the format `fp8` alone.
-          dtype: of the result, float32 or bfloat16. What is kept as bfloat16 keeps its bits in it; a product is rounded
-            once more, to the nearest, and NaN is 0x7FC0.
+          page_rows: rows per page.
+          scale: `[]` float32, the factor of values; only for the format `fp8`.
+          dtype: dtype of the result, float32 or bfloat16. For bfloat16, what is stored as bfloat16 keeps its bits;
+            products are rounded to nearest, and NaN becomes 0x7FC0.
 
         Returns:
           `[N, head_dim]` of `dtype`.
@@ -220,12 +246,7 @@ class CacheFormat:
             return narrow(_scaled(jnp.where(codes >= 8, -magnitudes, magnitudes), scales.astype(jnp.int32) - 127))
         if self.name == "bf16":
             return _as_bf16(values).astype(dtype)
-        return narrow(_from_fp8(values) * self._checked_scale(scale))
-
-    def _checked_scale(self, scale):
-        if scale is None:
-            raise ValueError("scale is None; the format fp8 divides by a scale that the caller must give")
-        return jnp.asarray(scale, jnp.float32)
+        return narrow(_from_fp8(values) * self._needed_scale(scale))
 
 
 CACHE_FORMATS = {
@@ -238,10 +259,11 @@ CACHE_FORMATS = {
         CacheFormat("fp8", 512, 512, 0, jnp.dtype(jnp.float8_e4m3fn)),
     )
 }
+"""The cache formats, by name."""
 
 
 def page_stride(cache) -> int:
-    """Bytes from one page to the next, of a cache of any format."""
+    """Bytes from one page to the next, for a cache of any format."""
     return math.prod(cache.shape[1:]) * cache.dtype.itemsize
 
 
@@ -258,7 +280,7 @@ def _quantize_fp4(x, block):
     e = _scale_exponent(_amax(blocks, FP4_AMAX_MIN), FP4_MAX)
     x = (blocks * pow2(-e)[..., None]).reshape(x.shape)
     a = jnp.abs(x)
-    # Midpoints between neighbors, each going to the even code.
+    # Midpoints between neighbors; each rounds to the even code.
     code = sum((a > t).astype(jnp.uint8) for t in (0.25, 1.25, 2.5, 5.0))
     code += sum((a >= t).astype(jnp.uint8) for t in (0.75, 1.75, 3.5))
     code |= jnp.where(jnp.signbit(x), jnp.uint8(8), jnp.uint8(0))
@@ -267,12 +289,12 @@ def _quantize_fp4(x, block):
 
 
 def _blocks(x, block):
-    """x with its last axis split into blocks; -1 would not do, since there may be no rows."""
+    """x with its last axis split into blocks. Not by -1, which fails if there are no rows."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
 
 
 def _amax(x, least):
-    """max |x| over the last axis, at least `least`, taken on the bits so that NaN has one defined effect."""
+    """max |x| over the last axis, at least `least`. It compares bits, so that NaN has a defined effect."""
     bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32).max(axis=-1)
     infinity = 0x7F800000
     return jnp.maximum(lax.bitcast_convert_type(jnp.minimum(bits, infinity), jnp.float32), least)
@@ -297,12 +319,12 @@ def e8m0(e):
 
 
 def _round_bf16(x):
-    # reduce_precision, since XLA may drop a pair of converts.
+    # Not two converts: XLA may drop such a pair.
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
 def bf16(x):
-    """x as bfloat16, every NaN the same."""
+    """x as bfloat16, with one bit pattern for every NaN."""
     return jnp.where(jnp.isnan(x), lax.bitcast_convert_type(jnp.uint16(BF16_NAN), jnp.bfloat16), x.astype(jnp.bfloat16))
 
 
@@ -320,7 +342,7 @@ def _as_bf16(values):
 
 
 def _scaled(x, exponents):
-    # ldexp in two exact steps: 2**-127 is below the normal range. 128, the scale byte 255, is NaN.
+    # Two exact multiplications, because 2**-127 is below the normal range. Exponent 128, the scale byte 255, is NaN.
     blocks = _blocks(x, x.shape[-1] // exponents.shape[-1])
     half = exponents // 2
     rest = jnp.where(exponents == 128, jnp.nan, pow2(exponents - half))
@@ -328,7 +350,7 @@ def _scaled(x, exponents):
 
 
 def _bytes(x):
-    """The bytes of x's last axis, little end first."""
+    """The bytes of x's last axis, little-endian."""
     b = lax.bitcast_convert_type(x, jnp.uint8)
     return b if b.ndim == x.ndim else b.reshape(*x.shape[:-1], x.shape[-1] * b.shape[-1])
 
@@ -338,7 +360,7 @@ def _set_fp8(cache, page, row, values):
 
 
 def _set_fp8_as_bytes(cache, page, row, values):
-    # XLA's CPU backend would scatter fp8 by converting the whole cache to float16 and back; this costs one copy of it.
+    # To scatter fp8, XLA's CPU backend converts the whole cache to float16 and back. This costs only one copy of it.
     done = lax.bitcast_convert_type(cache, jnp.uint8).at[page, row].set(values, mode="drop")
     return lax.bitcast_convert_type(done, cache.dtype)
 

@@ -1,7 +1,7 @@
 """Weights of compressors from safetensors files, under the names of DeepSeek, Hugging Face and vLLM.
 
-A file is a JSON header of names, types and offsets before plain little-endian arrays, so it is mapped into memory here
-without another library; NumPy's front end of safetensors knows no fp8.
+A safetensors file is a JSON header (names, types, offsets) before plain little-endian arrays. This module maps it into
+memory without another library, because NumPy's front end of safetensors does not know fp8.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from dsv4_jax.config import CompressorConfig
 if TYPE_CHECKING:
     from dsv4_jax.compressor import DeepseekCompressor
 
-# What a tensor is, by the end of its name.
+# What a tensor is, by the last part of its name.
 ROLES = {
     "wkv.weight": "kv",
     "kv_proj.weight": "kv",
@@ -35,13 +35,13 @@ ROLES = {
     "norm.weight": "norm",
     "kv_norm.weight": "norm",
 }
-# The indexer stands before the word compressor or after it. Layers of multi-token prediction have another prefix.
+# "indexer" comes before "compressor" or after it. Layers of multi-token prediction have another prefix.
 NAME = re.compile(
     r"(?:(?:language_)?model\.)*layers\.(\d+)\.((?:\w+\.)*?compressor(?:\.\w+)*?)\."
     rf"({'|'.join(map(re.escape, ROLES))})"
 )
-SCALES = ("scale", "weight_scale_inv")  # instead of `weight`, at the end of the name
-BLOCK = 128  # rows and columns of a quantized weight under one scale
+SCALES = ("scale", "weight_scale_inv", "weight_scale")  # replaces `weight` at the end of the name
+BLOCKS = (128, 32)  # a scale of a quantized weight covers so many rows and as many columns
 DTYPES = {
     "F32": jnp.float32,
     "F16": jnp.float16,
@@ -62,22 +62,23 @@ def load_compressors(
 
     Names: DeepSeek's (`layers.N.attn.compressor.wkv.weight`), Hugging Face's
     (`model.layers.N.self_attn.compressor.kv_proj.weight`) and vLLM's (`...compressor.fused_wkv_wgate.weight`). Weights
-    in fp8 are multiplied by the scales of their blocks of 128 x 128: `weight_scale_inv`, or `scale` in UE8M0.
+    in fp8 are multiplied by the scales of their blocks of 128 x 128 or 32 x 32: `weight_scale_inv`, `scale` or
+    compressed-tensors' `weight_scale`.
 
     Args:
       path: a .safetensors file, or a directory of them, with or without `model.safetensors.index.json`.
-      layers: which to load; all by default.
-      configs: the compressors of every layer, as `CompressorConfig.from_pretrained_config` returns them: the way to
-        other cache formats or page sizes. By default it is read from the config.json beside the weights.
-      dtype: of the projections, float32 or bfloat16. Position biases and norm weights are float32 always.
+      layers: which layers to load; all by default.
+      configs: the compressors of every layer, as `CompressorConfig.from_pretrained_config` returns them. Pass them to
+        choose other cache formats or page sizes. By default they come from the config.json beside the weights.
+      dtype: dtype of the projections, float32 or bfloat16. Position biases and norm weights are always float32.
 
     Returns:
-      For each layer `(csa, indexer)`, `(hca,)`, or `()` where attention is by sliding window alone.
+      For each layer `(csa, indexer)`, `(hca,)`, or `()` if it has only sliding-window attention.
 
     Raises:
       FileNotFoundError: there is no such file, no weights, or no config.json.
-      ValueError: a file is not as it should be, or a tensor is missing, of another shape or dtype; the message names
-        the file and the tensor.
+      ValueError: a file is malformed, or a tensor is missing or has a wrong shape or dtype; names the file and the
+        tensor.
     """
     from dsv4_jax.compressor import DeepseekCompressor, nnx
 
@@ -88,7 +89,7 @@ def load_compressors(
     def load(layer: int, config: CompressorConfig, indexer: bool) -> "DeepseekCompressor":
         weights = checkpoint.weights(layer, config, indexer=indexer, dtype=dtype)
         hidden_size = len(weights["wkv_gate"])
-        # Abstract, as its random weights would be thrown away.
+        # Abstract: random weights would only be thrown away.
         module = nnx.eval_shape(lambda: DeepseekCompressor(config, hidden_size, param_dtype=dtype, rngs=nnx.Rngs(0)))
         for name, value in weights.items():
             getattr(module, name).set_value(jnp.asarray(value))
@@ -103,7 +104,7 @@ def load_compressors(
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file: where it lies, and what its header says of it."""
+    """A tensor in a file: its place, and what the header says about it."""
 
     name: str
     file: Path
@@ -117,12 +118,12 @@ class Tensor:
         return math.prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
 
     def map(self) -> np.ndarray:
-        """The tensor, mapped into memory: bytes are read when they are used."""
+        """The tensor, mapped into memory; bytes are read on use."""
         bytes_ = np.memmap(self.file, np.uint8, "r", self.offset, self.size)
         return bytes_.view(np.dtype(DTYPES[self.dtype])).reshape(self.shape)
 
     def must_have(self, shape: tuple[int | None, ...], dtypes: Iterable[str]) -> None:
-        """Raises unless shape (None stands for any length but 0) and dtype are right."""
+        """Raises unless shape (None: any length but 0) and dtype are right."""
         fits = len(shape) == len(self.shape) and 0 not in self.shape
         if not fits or any(w not in (None, n) for n, w in zip(self.shape, shape, strict=True)):
             want = ", ".join("any" if n is None else str(n) for n in shape)
@@ -132,11 +133,11 @@ class Tensor:
 
 
 class Checkpoint:
-    """The compressors in one or more safetensors files. Headers are read when they are needed, tensors when asked for.
+    """The compressors in one or more safetensors files. Headers and tensors are read on use.
 
     Attributes:
-      directory: of the files.
-      compressors: the tensors' names by role (`ROLES`), of each `(layer, whether it is the indexer's)`.
+      directory: the directory of the files.
+      compressors: for each `(layer, whether it is the indexer's)`, the tensors' names by role (`ROLES`).
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -161,13 +162,13 @@ class Checkpoint:
     def weights(
         self, layer: int, config: CompressorConfig, *, indexer: bool = False, dtype: jax.typing.DTypeLike = jnp.float32
     ) -> dict[str, np.ndarray]:
-        """`wkv_gate` `[hidden, 2W]` of `dtype`, `ape` `[m, W]` and `norm` `[D]` float32, of a layer's compressor."""
+        """A compressor's `wkv_gate` `[hidden, 2W]` of `dtype`, `ape` `[m, W]` and `norm` `[D]` float32."""
         names = self.compressors.get((layer, indexer), {})
         needed = ("kv_gate", "ape", "norm") if "kv_gate" in names else ("kv", "gate", "ape", "norm")
         if missing := [role for role in needed if role not in names]:
             ends = " or ".join(end for end, role in ROLES.items() if role == missing[0])
             of = f"layer {layer}'s {'indexer' if indexer else 'compressor'}"
-            raise ValueError(f"{self.directory}: {of} has no tensor {ends}")
+            raise ValueError(f"{self.directory}: {of} has no tensor {ends}{self._others(layer, indexer)}")
         w = config.width
         if "kv_gate" in names:
             projection = self._weight(names["kv_gate"], 2 * w, None, dtype)
@@ -185,19 +186,35 @@ class Checkpoint:
         tensor.must_have(shape, ("F32", "F16", "BF16"))
         return tensor.map().astype(np.dtype(dtype))
 
+    def _others(self, layer: int, indexer: bool) -> str:
+        """The other tensors of a compressor, for an error message."""
+        pattern = re.compile(rf"(?:\w+\.)*layers\.{layer}\.(?:\w+\.)*compressor\.[\w.]+")
+        found = [n for n in self.files if pattern.fullmatch(n) and ("indexer" in n.split(".")) == indexer]
+        return f"; it has {', '.join(sorted(found))}" if found else ""
+
     def _weight(self, name: str, rows: int, columns: int | None, dtype: jax.typing.DTypeLike):
         """A projection's weight, multiplied by its scales if it is in fp8."""
         tensor = self.tensor(name)
-        scales = [s for s in (name.removesuffix("weight") + end for end in SCALES) if s in self.files]
-        if tensor.dtype != "F8_E4M3" or not scales:  # without scales, fp8 is an error that says so
+        if tensor.dtype != "F8_E4M3":
             return self._plain(name, (rows, columns), dtype)
         tensor.must_have((rows, columns), ("F8_E4M3",))
-        rows, columns = tensor.shape
+        known = [name.removesuffix("weight") + end for end in SCALES]
+        scales = [s for s in known if s in self.files]
+        if len(scales) != 1:
+            has = " and ".join(scales) or "no scales"
+            raise ValueError(
+                f"{tensor.file}: {name} has dtype F8_E4M3 and {has} beside it; it must have one of {', '.join(known)}"
+            )
         scale = self.tensor(scales[0])
-        scale.must_have((-(-rows // BLOCK), -(-columns // BLOCK)), ("F32", "BF16", "F8_E8M0"))
-        scale = scale.map().astype(np.float32)
-        scale = scale.repeat(BLOCK, axis=0)[:rows].repeat(BLOCK, axis=1)[:, :columns]
-        return (tensor.map().astype(np.float32) * scale).astype(np.dtype(dtype))
+        shapes = {block: tuple(-(-n // block) for n in tensor.shape) for block in BLOCKS}
+        block = next((block for block, shape in shapes.items() if shape == scale.shape), None)
+        if block is None:
+            want = " or ".join(f"{list(shape)} (blocks of {n} x {n})" for n, shape in shapes.items())
+            raise ValueError(f"{scale.file}: {scale.name} has shape {list(scale.shape)}; it must be {want}")
+        scale.must_have(scale.shape, ("F32", "F16", "BF16", "F8_E8M0"))
+        rows, columns = tensor.shape
+        factors = scale.map().astype(np.float32).repeat(block, axis=0)[:rows].repeat(block, axis=1)[:, :columns]
+        return (tensor.map().astype(np.float32) * factors).astype(np.dtype(dtype))
 
 
 def _files(path: Path) -> dict[str, Path]:
@@ -209,14 +226,34 @@ def _files(path: Path) -> dict[str, Path]:
     index = path / "model.safetensors.index.json"
     if index.exists():
         try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = _parsed(index.read_text(encoding="utf-8"))["weight_map"]
             return {name: path / file for name, file in weight_map.items()}
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from error
-    files = {name: file for file in sorted(path.glob("*.safetensors")) for name in _header(file)}
+    files: dict[str, Path] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        for name in _header(file):
+            if other := files.get(name):
+                raise ValueError(
+                    f"{other} and {file} both have {name}; without {index.name}, which says what counts, one must not"
+                )
+            files[name] = file
     if not files:
         raise FileNotFoundError(f"{path} has no .safetensors file with a tensor in it")
     return files
+
+
+def _parsed(text: str | bytes):
+    """Parses JSON and refuses objects with a repeated key, of which Python would take the last."""
+
+    def unique(pairs):
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"{next(name for name in names if names.count(name) > 1)} stands in it twice")
+        return found
+
+    return json.loads(text, object_pairs_hook=unique)
 
 
 def _header(file: Path) -> dict[str, Tensor]:
@@ -224,14 +261,14 @@ def _header(file: Path) -> dict[str, Tensor]:
     return _read_header(file, stat.st_size, stat.st_mtime_ns)
 
 
-@functools.lru_cache(maxsize=256)  # of files as they were
+@functools.lru_cache(maxsize=256)  # size and time are in the key, so a changed file is read again
 def _read_header(file: Path, size: int, _) -> dict[str, Tensor]:
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if 8 + length > size:
                 raise ValueError("its header is longer than the file")
-            header = json.loads(stream.read(length))
+            header = _parsed(stream.read(length))
         header.pop("__metadata__", None)
         tensors = {}
         for name, entry in header.items():

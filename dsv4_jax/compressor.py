@@ -1,4 +1,4 @@
-"""`DeepseekCompressor`: projection and `compress` as a Flax module. The one module of the package that needs flax."""
+"""`DeepseekCompressor`: projection and `compress` as a Flax module. Only this module needs flax."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,8 @@ from dsv4_jax import checks
 from dsv4_jax.api.compress import Save, compress
 from dsv4_jax.config import CompressorConfig
 from dsv4_jax.metadata import CompressorMetadata
+from dsv4_jax.platforms import Implementation
+from dsv4_jax.promotion import own_rules
 
 try:
     from flax import nnx
@@ -15,17 +17,18 @@ except ImportError as error:
 
 
 class DeepseekCompressor(nnx.Module):
-    """One compressor of one layer: hidden states in, keys in a paged cache.
+    """One compressor of one layer: takes hidden states, stores keys in a paged cache.
 
-    It holds parameters and nothing else. Caches are values that go in and come out, and the RoPE table is an argument,
-    since all layers of a model share one of 256 bytes a position.
+    The module holds only parameters. Caches are values that go in and come out. The RoPE table (256 bytes per position)
+    is an argument, because all layers of a model share one.
 
-    Each parameter carries its logical axes as Flax's `out_sharding` metadata; they shard nothing by themselves.
-    `nnx.get_named_sharding` turns them into shardings, under `flax.core.spmd.logical_axis_rules` that map "embed" and
-    "state" to axes of a mesh or to None. Only "embed" is worth sharding: the op needs every column of a state row.
+    Each parameter carries its logical axes as Flax's `out_sharding` metadata. By themselves they shard nothing.
+    `nnx.get_named_sharding` turns them into shardings, inside `flax.core.spmd.logical_axis_rules` that map "embed" and
+    "state" to axes of a mesh or to None. Shard only "embed": the op needs every column of a state row.
 
     Attributes:
-      wkv_gate: `[hidden_size, 2W]` of `param_dtype`, axes ("embed", "state"): first the half of kv, then that of score.
+      wkv_gate: `[hidden_size, 2W]` of `param_dtype`, axes ("embed", "state"); kv in the first half, score in the
+        second.
       ape: `[m, W]` float32, axes (None, "state"), the position bias.
       norm: `[D]` float32, axes (None,), the RMSNorm's weight.
     """
@@ -44,10 +47,10 @@ class DeepseekCompressor(nnx.Module):
         Args:
           config: the compressor.
           hidden_size: channels of the hidden states.
-          param_dtype: of `wkv_gate`, float32 or bfloat16.
-          precision: of the projection, as `jax.lax.dot_general` takes it. None is the platform's default: on a GPU it
-            lets float32 operands be rounded to TF32, "highest" does not; bfloat16 operands are exact in any.
-          rngs: the stream `params` is drawn from.
+          param_dtype: dtype of `wkv_gate`, float32 or bfloat16.
+          precision: precision of the projection, as in `jax.lax.dot_general`. None is the platform's default: a GPU may
+            round float32 operands to TF32. "highest" forbids it. bfloat16 operands are exact either way.
+          rngs: its stream `params` gives the random weights.
         """
         checks.instance("config", config, CompressorConfig)
         checks.at_least("hidden_size", hidden_size, 1)
@@ -65,7 +68,8 @@ class DeepseekCompressor(nnx.Module):
         """Returns caches of zeros, `(state_cache, kv_cache)`.
 
         Args:
-          state_pages, kv_pages: number of pages of either; for several layers in one cache the sum over them.
+          state_pages: pages of the state cache; if layers share it, the sum over the layers.
+          kv_pages: pages of the cache; if layers share it, the sum over the layers.
         """
         c = self.config
         checks.at_least("state_pages", state_pages, 0)
@@ -81,20 +85,22 @@ class DeepseekCompressor(nnx.Module):
         *,
         save: Save = "tail",
         kv_scale: jax.Array | float | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Projects the hidden states, saves their states and stores the keys of windows that close.
+        """Projects the hidden states, saves states and stores the keys of windows that close.
 
-        The projection multiplies in the wider of the two dtypes of `hidden` and `wkv_gate`, and sums in float32.
+        The projection multiplies in the wider dtype of `hidden` and `wkv_gate`, and sums in float32.
 
         Args:
           hidden: `[T, hidden_size]` float32 or bfloat16.
           caches: `(state_cache, kv_cache)`, `[pages, page_rows, config.state_width]` float32 and a cache of
             `config.format`; updated in place when donated.
-          metadata: this step's `CompressorMetadata`; in a cache that several layers share, its `at_layer`.
-          cos_sin: `[P, 64]` float32, `config.rope.table(P)`; pass it to `jit` as an argument, or it becomes a constant
-            of the compiled program.
-          save, kv_scale, implementation: as `compress` takes them.
+          metadata: this step's `CompressorMetadata`; its `at_layer` if layers share the caches.
+          cos_sin: `[P, 64]` float32, `config.rope.table(P)`. Pass it to `jit` as an argument; otherwise it becomes a
+            constant of the compiled program.
+          save: as in `compress`.
+          kv_scale: as in `compress`.
+          implementation: as in `compress`.
 
         Returns:
           The caches.
@@ -103,7 +109,8 @@ class DeepseekCompressor(nnx.Module):
         hidden = checks.array("hidden", hidden, ("T", wkv_gate.shape[0]), checks.FLOATS)
         if not isinstance(caches, tuple | list) or len(caches) != 2:
             raise TypeError("caches must be the pair (state_cache, kv_cache)")
-        kv_score = jnp.matmul(hidden, wkv_gate, precision=self.precision, preferred_element_type=jnp.float32)
+        with own_rules():
+            kv_score = jnp.matmul(hidden, wkv_gate, precision=self.precision, preferred_element_type=jnp.float32)
         return compress(
             kv_score,
             self.ape.get_value(),
@@ -119,5 +126,5 @@ class DeepseekCompressor(nnx.Module):
 
 
 def _param(value, *axes):
-    # Not sharded eagerly: that would demand a mesh of everybody.
+    # Not sharded eagerly, which would require a mesh.
     return nnx.Param(value, out_sharding=axes, eager_sharding=False)

@@ -1,13 +1,16 @@
-"""Which token goes where: one pytree for one compressor and one step, shared by all layers that use it."""
+"""Where each token goes: one pytree per compressor and step, shared by all layers of that kind."""
 
 import dataclasses
 import functools
+import json
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from dsv4_jax import checks
 from dsv4_jax.config import CompressorConfig
+from dsv4_jax.promotion import own_rules
 
 INT32_MAX = 2**31 - 1
 
@@ -15,29 +18,32 @@ INT32_MAX = 2**31 - 1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CompressorMetadata:
-    """The slots of one step's tokens, and the plan: which batch rows close windows, compact.
+    """The slots of one step's tokens, and the plan: which batch rows close windows, and which states to save.
 
-    T tokens of R requests lie one request after another, each request's tokens in position order. Everything is int32,
-    and everything is data: new values need no new compilation. -1 is the usual padding; a slot, row or request outside
-    its array writes nothing and reads nothing.
+    The batch has T tokens of R requests, one request after another. The tokens of a request are side by side and in
+    position order; padding (a negative position) may come before and after them. All arrays are int32, and all are
+    data: new values need no new compilation. -1 is the usual padding. A slot, row or request outside its array writes
+    nothing and reads nothing.
 
     Attributes:
-      positions: `[T]`, position of each token in its request.
+      positions: `[T]`, each token's position in its request.
       token_to_req: `[T]`, request of each token.
       query_start_loc: `[R + 1]`, first batch row of each request.
       slot_mapping: `[T]`, state slot of each token: `page * page_rows + row`.
-      block_table: `[R, B]`, state page that holds positions `[b * page_rows, (b + 1) * page_rows)`; with the online
-        state `[R, 1]`, the request's one page, whose row `p % page_rows` holds the state after position p.
-      kv_slot_mapping: `[T]`, cache slot of the key that a token closes.
-      closing: `[N, 4]`, the plan of the windows that close, compact, padded with -1: batch row and position of the
-        closing token, cache slot of the key, and how many of the window's last rows are in this batch.
-      window_slots: `[N, n]`, the state slots of each window's rows, oldest first, -1 where there is none; with the
-        online state `[N, 1]`, slot of the state before the window's first row in the batch, -1 where it begins there.
-      saving: `[S, 3]`, the plan of what `save="tail"` writes, compact, padded with -1: batch row, position, state slot;
-        with the online state `[S, 4]`, last how many rows of the window, up to this one, are in the batch.
+      block_table: `[R, B]`, the state pages; column b holds positions `[b * page_rows, (b + 1) * page_rows)`. With the
+        online state `[R, 1]`: the request's only page, whose row `p % page_rows` holds the state after position p.
+      kv_slot_mapping: `[T]`, cache slot of the key whose window the token closes.
+      closing: `[N, 4]`, the windows that close, compact, padded with -1. Columns: batch row of the closing token, its
+        position, cache slot of the key, and how many of the window's last rows are in this batch. The last column
+        counts the closing token and the batch rows just before it that hold the positions before it. It is 0 if the
+        batch has other rows of the window elsewhere; `compress` then makes no key.
+      window_slots: `[N, n]`, state slots of each window's rows, oldest first; -1 for a row that does not exist. With
+        the online state `[N, 1]`: slot of the state before the window's first row in the batch; -1 if it starts there.
+      saving: `[S, 3]`, the states that `save="tail"` writes, compact, padded with -1. Columns: batch row, position,
+        state slot. The online state has a fourth: how many of the window's rows, up to this one, are in the batch.
       layout: `CompressorConfig.layout` of the compressor that this was built for; static.
-      runs: with the online state `[R, 4]`, the tokens of each request: first batch row, how many, position of the
-        first, slot of the state before it, -1 where there is none. None with the state in rows.
+      runs: with the online state `[R, 4]`, one row per request. Columns: its first batch row, its tokens, position of
+        the first, slot of the state before it (-1 if there is none). None with the state in rows.
     """
 
     positions: jax.Array
@@ -69,14 +75,14 @@ class CompressorMetadata:
         Args:
           config: the compressor.
           query_start_loc: `[R + 1]` int32, first batch row of each request; rows past the last entry are padding.
-          seq_lens: `[R]` int32, tokens of each request so far, this step's included.
-          block_table: `[R, B]` int32, state pages of each request, by `position // page_rows`; negative where there is
-            none (never allocated, or given back once the window had passed). With the online state `[R, 1]`, the one
-            page of each request.
+          seq_lens: `[R]` int32, length of each request, this step's tokens included.
+          block_table: `[R, B]` int32, state pages of each request, by `position // page_rows`. Negative: no page,
+            because it was never allocated, or was given back after its windows closed. With the online state `[R, 1]`:
+            one page per request.
           kv_block_table: `[R, K]` int32, cache pages of each request, by `position // compress_ratio // kv_page_rows`.
           num_tokens: T, the batch's length, padding included.
-          rollback: with `save="tail"`, also keep what is needed when up to this many last tokens are taken back
-            (speculative decoding). The online state always keeps `page_rows - 1`, and this must not be more.
+          rollback: how many of the last tokens may be taken back (speculative decoding); `save="tail"` then keeps the
+            states for that. The online state always allows `page_rows - 1`, and `rollback` must not exceed it.
         """
         checks.instance("config", config, CompressorConfig)
         requests = checks.integers("seq_lens", seq_lens, ("R",)).shape[0]
@@ -101,13 +107,15 @@ class CompressorMetadata:
         *,
         rollback: int = 0,
     ) -> "CompressorMetadata":
-        """Builds metadata from slots that a scheduler already has, as vLLM's does. Works under `jax.jit`.
+        """Builds metadata from slots that a scheduler already has, such as vLLM's. Works under `jax.jit`.
 
-        With the online state a token whose position does not follow from that of its request's first saves nothing and
-        closes nothing; to the tokens after it its row counts by its place. A slot other than the block table gives for
-        its position saves nothing.
+        The position and the request of a batch row say which window it belongs to, so padding before or after the
+        tokens of a request changes nothing. If there is a gap between them (padding, or a missing position), `compress`
+        stores no key for a window across the gap. With the online state, all tokens after the gap save nothing and
+        close nothing, and a token saves nothing if its slot is not the one that the block table gives for its position.
 
-        Args: the attributes of the same names, int32 (int64 where JAX has x64 on); `config` and `rollback` as `build`.
+        The arrays are the attributes of the same names, int32 (or int64, if JAX has x64 on). `config` and `rollback`
+        are as in `build`.
         """
         checks.instance("config", config, CompressorConfig)
         (tokens,) = checks.integers("positions", positions, ("T",)).shape
@@ -125,21 +133,24 @@ class CompressorMetadata:
 
     @property
     def prefill(self) -> bool:
-        """Whether at most twice as many windows may close as the tokens fill, so that most lie in the batch whole.
+        """Whether the batch is a prefill: most of its windows lie in it whole.
 
-        So there is at most about one request to `compress_ratio` tokens.
+        True if at most twice as many windows may close as the tokens fill, so about one request or fewer per
+        `compress_ratio` tokens.
         """
         ratio = self.layout[0]
         return self.closing.shape[0] * ratio <= 2 * self.positions.shape[0]
 
+    @own_rules()
     def at_layer(self, layer: jax.Array | int, state_pages: int, kv_pages: int) -> "CompressorMetadata":
         """The same step in caches that hold several layers, one after another along the page axis.
 
-        What lies outside a layer's own pages stays outside. Works under `jax.jit` and in `scan` over layers.
+        What is outside a layer's own pages stays outside. Works under `jax.jit` and in `scan` over layers.
 
         Args:
-          layer: `[]` int32, which of the cache's layers, from 0.
-          state_pages, kv_pages: the pages of one layer; all layers' rows together must be fewer than 2**31.
+          layer: `[]` int32, the layer's place in the caches, from 0.
+          state_pages: pages per layer of the state cache; all layers together must have fewer than 2**31 rows.
+          kv_pages: pages per layer of the cache; the same bound holds.
         """
         _, _, page_rows, kv_page_rows, _ = self.layout
         state_rows, kv_rows = state_pages * page_rows, kv_pages * kv_page_rows
@@ -160,10 +171,10 @@ class CompressorMetadata:
 
 
 def checked_metadata(metadata: CompressorMetadata, config: CompressorConfig) -> CompressorMetadata:
-    """The metadata as int32, its arrays' shapes in agreement with each other and with the compressor.
+    """The metadata as int32, after checking that its shapes agree with each other and with the compressor.
 
     Raises:
-      TypeError, ValueError: names the array, what it is and what it must be.
+      TypeError, ValueError: an array does not fit; names it, what it is and what it must be.
     """
     checks.instance("config", config, CompressorConfig)
     checks.instance("metadata", metadata, CompressorMetadata)
@@ -193,8 +204,16 @@ def checked_metadata(metadata: CompressorMetadata, config: CompressorConfig) -> 
     return CompressorMetadata(**arrays, layout=metadata.layout)
 
 
+jax.export.register_pytree_node_serialization(
+    CompressorMetadata,
+    serialized_name="dsv4_jax.CompressorMetadata",
+    serialize_auxdata=lambda layout: json.dumps(layout).encode(),
+    deserialize_auxdata=lambda data: (tuple(json.loads(data)[0]),),
+)
+
+
 def _columns(config):
-    """The columns that a block table must have."""
+    """How many columns a block table must have."""
     return 1 if config.state == "online" else "B"
 
 
@@ -208,6 +227,7 @@ def _check_rollback(config, rollback):
 
 
 # Jitted, so that eager calls cost one launch instead of dozens.
+@own_rules()
 @functools.partial(jax.jit, static_argnames=("config", "num_tokens", "rollback"))
 def _build(config, query_start_loc, seq_lens, block_table, kv_block_table, num_tokens, rollback):
     requests = seq_lens.shape[0]
@@ -225,17 +245,23 @@ def _build(config, query_start_loc, seq_lens, block_table, kv_block_table, num_t
     return _from_slots(config, position, request, slots, kv_slots, block_table, query_start_loc, rollback)
 
 
+@own_rules()
 @functools.partial(jax.jit, static_argnames=("config", "rollback"))
 def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, block_table, query_start_loc, rollback):
     tokens, requests = positions.shape[0], block_table.shape[0]
     m, n, online = config.compress_ratio, config.window, config.state == "online"
+    token = jnp.arange(tokens, dtype=jnp.int32)
     real = (positions >= 0) & (token_to_req >= 0) & (token_to_req < requests)
-    runs = None
+    own = real & (token >= _take(query_start_loc, token_to_req, INT32_MAX))
+    own &= token < _take(query_start_loc[1:], token_to_req, 0)
+    begin = runs = None
     if online:
-        # A state is folded from token to token: positions must follow each other.
-        begin = _take(query_start_loc, token_to_req, -1)
-        ahead = jnp.arange(tokens, dtype=jnp.int32) - begin
-        real &= (begin >= 0) & (ahead >= 0) & (positions - ahead == _take(positions, begin, -1))
+        # A state is folded from token to token, so only tokens that follow the request's first one count.
+        begin = _least(token, own, token_to_req, requests)
+        first = _take(begin, token_to_req, INT32_MAX)
+        follows = own & (positions - _take(positions, first, 0) == token - first)
+        last = follows & ~jnp.append(follows[1:] & (token_to_req[1:] == token_to_req[:-1]), False)[:tokens]
+        real = follows & (token <= _take(_least(token, last, token_to_req, requests), token_to_req, -1))
         # The state before a token is looked up by the block table: it must be where that token's was saved.
         held = _state_slots(config, block_table, token_to_req, positions)
         slot_mapping = jnp.where(real & (slot_mapping == held), slot_mapping, -1)
@@ -245,19 +271,24 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
     seq_lens = jnp.zeros(requests, jnp.int32).at[at].max(positions + 1, mode="drop")
 
     closes = real & ((positions + 1) % m == 0) & (kv_slot_mapping >= 0)
-    # Every request closes at most one window more than its tokens fill.
+    # A request closes at most one window more than its tokens fill.
     row, rows = _compact(closes, min(tokens, tokens // m + requests))
-    start = _take(query_start_loc, rows(request), 0)
-    in_batch = jnp.clip(row - jnp.maximum(start, 0) + 1, 0, jnp.minimum(n, rows(positions) + 1))
-    closing = [row, rows(positions), rows(kv_slot_mapping), in_batch]
+    position = rows(positions)
     if online:
-        before = jnp.where(in_batch < n, rows(positions) - in_batch, -1)[:, None]
+        in_batch = jnp.clip(row - _take(begin, rows(request), INT32_MAX) + 1, 0, jnp.minimum(n, position + 1))
+        before = jnp.where(in_batch < n, position - in_batch, -1)[:, None]
     else:
-        before = rows(positions)[:, None] - jnp.arange(n - 1, -1, -1, dtype=jnp.int32)
+        back = jnp.arange(n, dtype=jnp.int32)
+        before = position[:, None] - back[::-1]
+        in_batch = _count_in_batch(row, position, rows(request), back, positions, token_to_req)
+        # If the batch has earlier tokens of the request, these are not in the state cache either.
+        first = _take(_least(positions, own, token_to_req, requests), rows(request), INT32_MAX)
+        in_batch = jnp.where((in_batch < n) & (first <= position - in_batch), 0, in_batch)
+    closing = [row, position, rows(kv_slot_mapping), in_batch]
     window_slots = _state_slots(config, block_table, rows(request)[:, None], before)
 
     if online:
-        # After a closing token nothing is kept: the next one begins anew.
+        # A closing token leaves no state: the next token starts a new window.
         saves = real & (positions >= _take(seq_lens - config.page_rows, request, INT32_MAX)) & ((positions + 1) % m > 0)
         most = requests * config.page_rows
     else:
@@ -267,8 +298,8 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
     row, rows = _compact(saves & (slot_mapping >= 0), min(tokens, most))
     saving = [row, rows(positions), rows(slot_mapping)]
     if online:
-        saving.append(jnp.minimum(row - _take(query_start_loc, rows(request), 0), rows(positions) % m) + 1)
-        runs = _runs(config, seq_lens, positions, block_table, query_start_loc)
+        saving.append(jnp.minimum(row - _take(begin, rows(request), INT32_MAX), rows(positions) % m) + 1)
+        runs = _runs(config, seq_lens, positions, block_table, begin)
     return CompressorMetadata(
         positions,
         token_to_req,
@@ -284,27 +315,38 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
     )
 
 
-def _runs(config, seq_lens, positions, block_table, query_start_loc):
+def _count_in_batch(row, position, request, back, positions, token_to_req):
+    """How many batch rows, ending with a closing one, hold the last positions of its window in order."""
+    at = row[:, None] - back
+    wanted = position[:, None] - back
+    there = (wanted >= 0) & (_take(positions, at, -1) == wanted) & (_take(token_to_req, at, -1) == request[:, None])
+    return jnp.where(there, back.shape[0], back).min(axis=1)
+
+
+def _runs(config, seq_lens, positions, block_table, begin):
     """`CompressorMetadata.runs`; `seq_lens` counts the tokens that the batch has, 0 where it has none."""
     requests = jnp.arange(block_table.shape[0], dtype=jnp.int32)
-    begin = query_start_loc[:-1]
-    first = _take(positions, begin, -1)
-    # Tokens at negative positions are passed over.
-    begin, first = begin + jnp.maximum(-first, 0), jnp.maximum(first, 0)
+    first = _take(positions, begin, 0)
     before = jnp.where(first % config.compress_ratio > 0, first - 1, -1)
     runs = [begin, seq_lens - first, first, _state_slots(config, block_table, requests, before)]
     return jnp.where(seq_lens > 0, jnp.stack(runs), -1).T
 
 
+def _least(values, where, token_to_req, requests):
+    """Per request, the least value of its tokens that count; INT32_MAX if none does."""
+    least = jnp.full(requests, INT32_MAX, jnp.int32)
+    return least.at[jnp.where(where, token_to_req, requests)].min(values, mode="drop")
+
+
 def _compact(mask, size):
-    """The rows where mask holds, padded with -1 to `size`, and a function that takes values at these rows."""
+    """The rows where the mask holds, padded with -1 to `size`, and a function that takes values at these rows."""
     (row,) = jnp.nonzero(mask, size=size, fill_value=-1)
     row = row.astype(jnp.int32)
     return row, lambda values: _take(values, row, -1)
 
 
 def _take(values, index, missing):
-    """`values[index]`, `missing` where the index is outside; unlike NumPy's, a negative index is."""
+    """`values[index]`; `missing` if the index is outside, which a negative one is."""
     if values.shape[0] == 0:
         return jnp.full(index.shape, missing, values.dtype)
     index = jnp.where(index >= 0, index, values.shape[0])
@@ -312,20 +354,20 @@ def _take(values, index, missing):
 
 
 def _state_slots(config, block_table, request, position):
-    """The state slot of each position, -1 where there is no such page."""
+    """The state slot of each position; -1 if it has no page."""
     if config.state == "online":
         position = jnp.where(position >= 0, position % config.page_rows, -1)
     return _slots(block_table, request, position, config.page_rows)
 
 
 def _slots(block_table, request, index, page_rows):
-    """`page * page_rows + row` of each index in its request, -1 where there is no such page."""
+    """`page * page_rows + row` of each index in its request; -1 if it has no page."""
     if block_table.size == 0:
         return jnp.full(jnp.broadcast_shapes(request.shape, index.shape), -1, jnp.int32)
     page = block_table.at[
         jnp.where(request >= 0, request, block_table.shape[0]),
         jnp.where(index >= 0, index // page_rows, block_table.shape[1]),
     ].get(mode="fill", fill_value=-1)
-    # A page so far out that its slots overflow int32 must not wrap round into the cache.
+    # If a page's slots overflow int32, they must not wrap around into the cache.
     page = jnp.where(page <= INT32_MAX // page_rows - 1, page, -1)
     return jnp.where(page >= 0, page * page_rows + index % page_rows, -1)

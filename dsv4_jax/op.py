@@ -1,4 +1,4 @@
-"""An op: a JAX primitive whose implementation is chosen when it is lowered."""
+"""An op: a JAX primitive that chooses its implementation when it is lowered."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -7,17 +7,19 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from dsv4_jax import checks, platforms
+from dsv4_jax import checks, gpus, platforms
 from dsv4_jax.platforms import Implementation, Target
+from dsv4_jax.promotion import own_rules
 
 OPS: "list[Op]" = []  # every op of the package, in the order of import
 
 
 class Op:
-    """A primitive over pytrees of arrays, in place on some of them.
+    """A primitive over pytrees of arrays; it updates some of them in place.
 
-    An implementation is a function `implement(*args, **params)`. All of an op take the same arguments, and `outputs=`
-    where the op makes new arrays: their types. They return a tuple: the updated arrays, then the new ones.
+    An implementation is a function `implement(*args, **params)`. All implementations of an op take the same arguments.
+    If the op makes new arrays, they also take `outputs=`, the types of these. They return a tuple: the updated arrays,
+    then the new ones.
     """
 
     def __init__(
@@ -32,21 +34,24 @@ class Op:
         why_not: Callable[..., str | None] | None = None,
         preference: Callable[..., tuple[Implementation, ...]] | None = None,
         measured_on: tuple[str, ...] = (),
+        fp8: Callable[..., bool] | bool = False,
     ):
         """Makes the primitive.
 
         Args:
-          name: of the op; it stands in the jaxpr.
+          name: the op's name; it appears in the jaxpr.
           xla: the implementation in plain JAX.
-          triton, cutedsl: import that implementation and return it; called when it is lowered.
-          updates: which positional arguments are returned updated, in this order.
-          outputs: `outputs(*args, **params)` gives the types of the new arrays, a tuple of `jax.ShapeDtypeStruct`; its
-            arguments have a shape and a dtype alone.
+          triton: imports and returns the Triton implementation; called when the op is lowered.
+          cutedsl: the same for CuTeDSL.
+          updates: the positional arguments that are returned updated, in this order.
+          outputs: `outputs(*args, **params)` gives the types of the new arrays, a tuple of `jax.ShapeDtypeStruct`. Its
+            arguments have only a shape and a dtype.
           why_not: `why_not(implementation, target, **params)` says why an implementation does not serve these
-            parameters, or None.
-          preference: `preference(*args, **params)` gives the implementations to try on a GPU, best first, by what was
-            measured on the architectures `measured_on`. Elsewhere, and without it, Triton is tried.
-          measured_on: such as "sm_90".
+            parameters, or gives None.
+          preference: `preference(*args, **params)` gives the implementations to try, best first, on the GPUs in
+            `measured_on`. On other GPUs, and without a preference, the switch tries Triton.
+          measured_on: GPU architectures, such as "sm_90".
+          fp8: whether the Triton kernels convert to or from fp8, which not every GPU can: `fp8(**params)`, or always.
         """
         loaders = {"xla": None if xla is None else lambda: xla, "triton": triton, "cutedsl": cutedsl}
         self.implementations: Mapping[str, Callable] = {k: load for k, load in loaders.items() if load is not None}
@@ -55,6 +60,7 @@ class Op:
         self.outputs = outputs
         self.preference = preference
         self.measured_on = measured_on
+        self.fp8 = fp8
         self._why_not_params = why_not
         self.primitive = Primitive(name)
         self.primitive.multiple_results = True
@@ -84,9 +90,9 @@ class Op:
         )
 
     def choose(self, target: Target, *args, **params) -> str:
-        """The implementation that the platform switch takes; the arguments need a shape and a dtype alone.
+        """The implementation that the platform switch takes. The arguments need only a shape and a dtype.
 
-        Without arguments, that for small batches.
+        Without arguments, the one for small batches.
         """
         if target.platform not in platforms.GPUS:
             return "xla"
@@ -96,16 +102,19 @@ class Op:
         return next((name for name in names if self.why_not(name, target, **params) is None), "xla")
 
     def why_not(self, name: str, target: Target, **params) -> str | None:
-        """None where an implementation can run, for the parameters if any are given, else why not and what would."""
+        """Why an implementation cannot run (with these parameters, if given) and what would; None if it can."""
         if name not in self.implementations:
             return f"{self.name} has no {name} implementation; use one of {', '.join(self.implementations)}"
         why = platforms.why_not(name, target)
         if why is None and params and self._why_not_params:
             why = self._why_not_params(name, target, **params)
+        if why is None and name == "triton" and target.arch:
+            fp8 = self.fp8(**params) if callable(self.fp8) and params else self.fp8 is True
+            why = gpus.why_no_fp8(target.arch) if fp8 else None
         return why
 
     def _run(self, *flat, **params):
-        # Also inside jax.disable_jit, where bind would come straight back here.
+        # Inside jax.disable_jit, bind would come straight back here.
         with jax.disable_jit(False):
             return _jitted(self.primitive, **params)(*flat)
 
@@ -133,11 +142,14 @@ class Op:
         implement = self.implementations[implementation]()
         outputs = {"outputs": self.outputs(*args, **params)} if self.outputs else {}
 
+        @own_rules()
+        @jax.named_scope(self.name)
         def implement_flat(*flat):
             return implement(*jax.tree.unflatten(tree, flat), **params, **outputs)
 
         try:
-            return mlir.lower_fun(implement_flat, multiple_results=True)(ctx, *flat)
+            with platforms.lowering(target):
+                return mlir.lower_fun(implement_flat, multiple_results=True)(ctx, *flat)
         except Exception as error:
             for pair, what in platforms.known_bad_pairs():
                 error.add_note(f"{pair} are installed: {what}")
@@ -161,7 +173,7 @@ def _varying(aval) -> frozenset:
 
 
 def _like(aval, struct, varying):
-    """The type of a new array, which under `jax.shard_map` differs along the axes `varying`."""
+    """The type of a new array; under `jax.shard_map` it varies along the axes `varying`."""
     if not varying:
         return jax.core.ShapedArray(struct.shape, struct.dtype)
     sharding = jax.NamedSharding(jax.sharding.get_abstract_mesh(), jax.P(*[None] * len(struct.shape)))

@@ -1,10 +1,14 @@
 """Facts about platforms: what a program is lowered for, what is installed, and why an implementation cannot run."""
 
+import contextlib
+import contextvars
 import functools
 import importlib.metadata
 import os
 import sys
 from typing import Literal, NamedTuple, get_args
+
+from dsv4_jax import gpus
 
 Implementation = Literal["xla", "triton", "cutedsl"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
@@ -13,7 +17,7 @@ GPUS = ("cuda", "rocm")
 # Pairs of versions that are known not to work together: a package from and up to a version, both included, another
 # package likewise, and what happens.
 KNOWN_BAD = (
-    ("jax", (0, 12), None, "jax-triton", None, (0, 4, 1), "jax-triton up to 0.4.1 fails at the first lowering"),
+    ("jax", (0, 12), None, "jax-triton", None, (0, 4, 0), "jax-triton up to 0.4.0 fails at the first lowering"),
     ("triton", None, (3, 6), "jax-triton", (0, 4, 1), None, "jax-triton 0.4.1 needs a name that Triton got in 3.7"),
 )
 
@@ -23,24 +27,34 @@ class Target(NamedTuple):
 
     Attributes:
       platform: "cpu", "cuda", "rocm" or "tpu".
-      arch: of the GPU, as "sm_90"; None where there is none, as when a program is lowered for another machine.
+      arch: of the GPU, "sm_90" or "gfx942"; None on other platforms, and where nothing says which GPU.
     """
 
     platform: str
     arch: str | None = None
 
 
-def target(platform: str) -> Target:
-    """The target of a platform: the first GPU of this process, if it is such a one."""
-    import jax
+_lowered_for: contextvars.ContextVar[Target] = contextvars.ContextVar("the target of the op that is lowered")
 
-    if platform != "cuda":
-        return Target(platform)
+
+def target(platform: str) -> Target:
+    """The target of a platform: of GPUs the one of `gpus.arch`."""
+    return Target(platform, gpus.arch(platform) if platform in GPUS else None)
+
+
+@contextlib.contextmanager
+def lowering(target: Target):
+    """While an op is lowered; tells its kernels the target, of which their launch parameters depend."""
+    token = _lowered_for.set(target)
     try:
-        capability = jax.local_devices(backend="cuda")[0].compute_capability
-    except RuntimeError:
-        return Target(platform)
-    return Target(platform, "sm_" + capability.replace(".", ""))
+        yield
+    finally:
+        _lowered_for.reset(token)
+
+
+def lowered_for() -> Target:
+    """The target of the op that is lowered now."""
+    return _lowered_for.get()
 
 
 def default_target() -> Target:
@@ -64,7 +78,7 @@ def default_implementation() -> str | None:
 def why_not(implementation: str, target: Target) -> str | None:
     """None where an implementation can run on a target, else why not and what would."""
     if implementation == "triton":
-        return _why_no_triton(target.platform)
+        return _why_no_triton(target.platform) or (gpus.why_no_triton(target.arch) if target.arch else None)
     return _why_no_cutedsl(target) if implementation == "cutedsl" else None
 
 
@@ -99,7 +113,8 @@ def _why_no_cutedsl(target):
             f"CuTeDSL kernels run on NVIDIA GPUs only, not on {target.platform}; with implementation=None, compress "
             f"and compress_norm_rope_store run on {target.platform} too"
         )
-    if target.arch and int(target.arch.removeprefix("sm_")) < 90:
+    capability = gpus.compute_capability(target.arch) if target.arch else None
+    if capability is not None and capability < 90:
         return (
             f"CuTeDSL kernels use thread block clusters, which GPUs have from sm_90 on; this one is {target.arch}. "
             "implementation='triton' runs on it"

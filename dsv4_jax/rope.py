@@ -1,4 +1,4 @@
-"""RoPE tables as DeepSeek-V4's compressed layers use them."""
+"""RoPE tables for DeepSeek-V4's compressed layers."""
 
 import dataclasses
 import math
@@ -10,15 +10,16 @@ import numpy as np
 class Yarn:
     """RoPE frequencies with YaRN's interpolation; cos and sin are not multiplied by YaRN's attention factor.
 
-    A rotation that turns more than `beta_fast` times within the original context keeps its frequency, one that turns
-    less than `beta_slow` times is slowed by `factor`, and those between are blended (https://arxiv.org/abs/2309.00071,
+    A pair that turns more than `beta_fast` times within the original context keeps its frequency. A pair that turns
+    less than `beta_slow` times is slowed by `factor`. The pairs between are blended (https://arxiv.org/abs/2309.00071,
     section 3.2). `factor=1` is plain RoPE.
 
     Attributes:
       theta: base of the frequencies `theta ** (-2i / dim)`.
-      factor: how much longer than the original the context has become.
+      factor: the context's length as a multiple of the original one.
       original_max_position_embeddings: tokens of the original context.
-      beta_fast, beta_slow: turns within the original context between which frequencies are blended.
+      beta_fast: turns within the original context from which on a pair keeps its frequency.
+      beta_slow: turns within the original context up to which a pair is slowed by `factor`.
     """
 
     theta: float = 160_000.0
@@ -41,16 +42,16 @@ class Yarn:
             )
 
     def inv_freq(self, dim: int = 64) -> np.ndarray:
-        """Radians a position: `[dim // 2]` float32, one for each rotated pair, the fastest first.
+        """Radians per position: `[dim // 2]` float32, one per rotated pair, the fastest first.
 
-        Every step is rounded to float32 as the model's own code does, for at position 2**20 one ulp of a frequency is
-        up to 0.06 radians.
+        Every step is rounded to float32, as in the model's own code: at position 2**20, one ulp of a frequency is up to
+        0.06 radians.
         """
         if dim < 2 or dim % 2:
             raise ValueError(f"dim is {dim!r}; it must be even and at least 2")
         f32 = np.float32
         exponents = np.arange(0, dim, 2, dtype=f32) / f32(dim)
-        # A float32 power differs between libraries; the float64 one, rounded, is the nearest float32 in all of them.
+        # A float32 power differs between libraries. A float64 power, rounded, is the nearest float32 in all of them.
         periods = np.power(self.theta, exponents, dtype=np.float64).astype(f32)
         kept = f32(1) / periods
         if self.factor == 1:
@@ -63,13 +64,13 @@ class Yarn:
         return slowed * (f32(1) - keep) + kept * keep
 
     def table(self, num_positions: int, dim: int = 64) -> np.ndarray:
-        """Cosines and sines of positions `0 ... num_positions - 1`, as every op takes them for `cos_sin`.
+        """Cosines and sines of positions `0 ... num_positions - 1`: the `cos_sin` of every op.
 
-        The angle, position times frequency, is rounded to float32 as in the model; its cosine and sine are the nearest
-        float32.
+        The angle, position times frequency, is rounded to float32, as in the model. Its cosine and sine are rounded to
+        the nearest float32.
 
         Returns:
-          `[num_positions, dim]` float32: `dim // 2` cosines, then `dim // 2` sines. 256 bytes a position for dim 64.
+          `[num_positions, dim]` float32: `dim // 2` cosines, then `dim // 2` sines. 256 bytes per position for dim 64.
         """
         if num_positions < 0:
             raise ValueError(f"num_positions is {num_positions!r}; it must be at least 0")
@@ -85,6 +86,6 @@ class Yarn:
         return table
 
     def _pair_that_turns(self, turns: float, dim: int) -> float:
-        """Index of the pair, as a real number, that turns this often within the original context."""
+        """The index, a real number, of the pair that turns this often within the original context."""
         radians = turns * 2 * math.pi
         return dim * math.log(self.original_max_position_embeddings / radians) / (2 * math.log(self.theta))

@@ -127,37 +127,44 @@ def test_config_beside_the_weights(tmp_path):
     assert load_compressors(path, [CSA], configs=bf16)[CSA][0].config.cache_format == "bf16"
 
 
-def quantized(weight, ue8m0):
-    """fp8 values and scales of 128 x 128 blocks, and what they stand for; NumPy's own derivation."""
+def quantized(weight, size, dtype):
+    """fp8 values and scales of size x size blocks, and what they stand for; NumPy's own derivation."""
     rows, columns = weight.shape
     values, want = np.zeros((rows, columns), ml_dtypes.float8_e4m3fn), np.zeros((rows, columns), np.float32)
-    scale = np.zeros((-(-rows // 128), -(-columns // 128)), np.float32)
+    scale = np.zeros((-(-rows // size), -(-columns // size)), dtype)
     for i in range(scale.shape[0]):
         for j in range(scale.shape[1]):
-            block = np.s_[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)]
+            block = np.s_[size * i : size * (i + 1), size * j : size * (j + 1)]
             s = np.abs(weight[block]).max() / 448
-            s = 2 ** np.ceil(np.log2(s)) if ue8m0 else np.float32(s)
-            scale[i, j] = s
+            scale[i, j] = 2 ** np.ceil(np.log2(s)) if dtype == ml_dtypes.float8_e8m0fnu else s
+            s = np.float32(scale[i, j])
             values[block] = (weight[block] / s).astype(ml_dtypes.float8_e4m3fn)
-            want[block] = values[block].astype(np.float32) * np.float32(s)
+            want[block] = values[block].astype(np.float32) * s
     return values, scale, want
 
 
-@pytest.mark.parametrize("style", ["deepseek", "vllm"])
-@pytest.mark.parametrize("ue8m0", [True, False])
-def test_fp8_weights(style, ue8m0, tmp_path):
+@pytest.mark.parametrize(
+    ("style", "scales", "size", "dtype"),
+    [
+        ("deepseek", "scale", 128, ml_dtypes.float8_e8m0fnu),
+        ("deepseek", "weight_scale_inv", 128, np.float32),
+        ("vllm", "weight_scale_inv", 32, np.float32),
+        ("vllm", "weight_scale", 128, ml_dtypes.bfloat16),
+        ("deepseek", "weight_scale", 32, np.float16),
+        ("deepseek", "scale", 32, ml_dtypes.float8_e8m0fnu),
+    ],
+)
+def test_fp8_weights(style, scales, size, dtype, tmp_path):
     """Blocks at the ragged edge have a scale of their own."""
     found = tensors(style, hidden=300)
     want = {}
     for name in [n for n in found if n.endswith(("wkv.weight", "wgate.weight"))]:
         weight = found[name].numpy() * np.exp(np.random.default_rng(0).standard_normal((len(found[name]), 1)) * 3)
-        values, scale, want[name] = quantized(weight.astype(np.float32), ue8m0)
+        values, scale, want[name] = quantized(weight.astype(np.float32), size, dtype)
         found[name] = torch.tensor(values.view(np.uint8)).view(torch.float8_e4m3fn)
-        if ue8m0:
-            exponents = torch.tensor(scale.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8))
-            found[name.replace("weight", "scale")] = exponents.view(torch.float8_e8m0fnu)
-        else:
-            found[name + "_scale_inv"] = torch.tensor(scale)
+        bits = torch.tensor(scale.view(f"u{scale.itemsize}"))
+        kinds = {"float8_e8m0fnu": torch.float8_e8m0fnu, "float32": torch.float32, "float16": torch.float16}
+        found[name.removesuffix("weight") + scales] = bits.view(kinds.get(scale.dtype.name, torch.bfloat16))
     path = write(tmp_path / "model", found, shards=2, index=True)
     loaded = load_compressors(path, configs=CONFIGS)
     for layer, configs in enumerate(CONFIGS):
@@ -169,6 +176,7 @@ def test_fp8_weights(style, ue8m0, tmp_path):
 
 
 KV = "layers.1.attn.compressor.wkv.weight"
+FP8 = torch.zeros(1024, HIDDEN).to(torch.float8_e4m3fn)
 INDEXER = "layers.1.attn.indexer.compressor"
 
 
@@ -185,13 +193,22 @@ INDEXER = "layers.1.attn.indexer.compressor"
         ({KV: torch.zeros(1024, 0)}, r"wkv\.weight has shape \[1024, 0\]"),
         ({f"{INDEXER}.ape": torch.zeros(4, 128)}, r"ape has shape \[4, 128\]; it must be \[4, 256\]"),
         ({f"{INDEXER}.ape": torch.zeros(4, 256, dtype=torch.int8)}, "ape has dtype I8; it must be F32 or F16 or BF16"),
-        ({KV: torch.zeros(1024, HIDDEN).to(torch.float8_e4m3fn)}, "wkv.weight has dtype F8_E4M3"),
+        ({KV: FP8}, "wkv.weight has dtype F8_E4M3 and no scales beside it; it must have one of .*wkv.weight_scale_inv"),
         (
-            {
-                KV: torch.zeros(1024, HIDDEN).to(torch.float8_e4m3fn),
-                KV + "_scale_inv": torch.zeros(8, 2),
-            },
-            r"weight_scale_inv has shape \[8, 2\]; it must be \[8, 1\]",
+            {KV: FP8, KV + "_scale_inv": torch.zeros(8, 2)},
+            r"weight_scale_inv has shape \[8, 2\]; it must be \[8, 1\] \(blocks of 128 x 128\) or \[32, 1\]",
+        ),
+        ({KV: FP8, KV + "_scale": torch.zeros(1024, 1)}, r"weight_scale has shape \[1024, 1\]; it must be \[8, 1\]"),
+        ({KV: FP8, KV + "_scale": torch.zeros(1)}, r"weight_scale has shape \[1\]; it must be \[8, 1\]"),
+        (
+            {KV: FP8, KV + "_scale": torch.zeros(8, 1), KV + "_scale_inv": torch.zeros(8, 1)},
+            "F8_E4M3 and .*wkv.weight_scale_inv and .*wkv.weight_scale beside it; it must have one",
+        ),
+        ({KV: FP8, KV + "_scale": torch.zeros(8, 1).int()}, "weight_scale has dtype I32; it must be F32"),
+        ({KV: FP8.to(torch.float8_e5m2), KV + "_scale": torch.zeros(8, 1)}, "wkv.weight has dtype F8_E5M2; it must be"),
+        (
+            {KV: None, KV + "_packed": torch.zeros(1024, 3, dtype=torch.int32)},
+            r"has no tensor wkv.weight or kv_proj.weight; it has .*compressor\.wkv\.weight_packed",
         ),
         ({"model." + KV: torch.zeros(1024, HIDDEN)}, "has both"),
     ],
@@ -229,6 +246,29 @@ def test_bad_files(tmp_path):
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     with pytest.raises(ValueError, match=r"has no tensor layers\.4\.attn\.compressor\.ape, which the index says"):
         Checkpoint(path).tensor("layers.4.attn.compressor.ape")
+
+
+def test_a_tensor_in_two_files(tmp_path):
+    path = write(tmp_path / "model", tensors())
+    for name in (KV, "lm_head.weight"):
+        other = path / "copy.safetensors"
+        safetensors.save_file({name: torch.ones(2)}, other)
+        if name != KV:
+            safetensors.save_file(tensors() | {name: torch.ones(2)}, path / "model-0.safetensors")
+        with pytest.raises(ValueError, match=rf"copy\.safetensors and .*model-0\.safetensors both have {name}"):
+            load_compressors(path, configs=CONFIGS)
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors(), "model-0.safetensors")}))
+    check(load_compressors(path, configs=CONFIGS))
+    index.write_text('{"weight_map": {"a": "model-0.safetensors", "a": "copy.safetensors"}}')
+    with pytest.raises(ValueError, match=r"index\.json is not an index .*a stands in it twice"):
+        load_compressors(path, configs=CONFIGS)
+    header = b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},'
+    header += b' "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+    file = tmp_path / "twice.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    with pytest.raises(ValueError, match="cannot be read as safetensors: a stands in it twice"):
+        load_compressors(file, configs=CONFIGS)
 
 
 @pytest.fixture(scope="module")

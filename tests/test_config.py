@@ -110,12 +110,62 @@ def test_compress_rates_other_than_the_models():
     assert layers[3] == (dataclasses.replace(HCA_LAYER[0], compress_ratio=64, kv_page_rows=4),)
 
 
-def test_layers_of_multi_token_prediction_are_left_out():
-    n = len(
-        CompressorConfig.from_pretrained_config(small(num_nextn_predict_layers=2, compress_ratios=[0, 4] * 3 + [4]))
-    )
-    assert n == 5
-    assert len(CompressorConfig.from_pretrained_config(small(compress_ratios=[0, 0, 4, 128, 4]))) == 5
+@pytest.mark.parametrize("layers", [1, 5])
+def test_what_follows_the_layers_belongs_to_multi_token_prediction(layers):
+    """The released Flash has 43 layers and one of prediction, and 46 ratios; Pro 61 layers and 64 ratios."""
+    ratios, want = [0, 0, 4, 128, 4][-layers:], [(), (), CSA_LAYER, HCA_LAYER, CSA_LAYER][-layers:]
+    for more in ([], [0], [0, 0], [0, 4, 0], [7]):
+        config = small(num_hidden_layers=layers, compress_ratios=ratios + more)
+        assert CompressorConfig.from_pretrained_config(config) == tuple(want)
+    kinds = [SLIDING, SLIDING, CSA, HCA, CSA][-layers:] + [SLIDING] * 3
+    config = small_hugging_face(num_hidden_layers=layers, layer_types=kinds)
+    assert CompressorConfig.from_pretrained_config(config) == tuple(want)
+
+
+def test_one_token_a_key_compresses_nothing():
+    layers = CompressorConfig.from_pretrained_config(small(compress_ratios=[1, 1, 4, 128, 4, 1]))
+    assert layers == ((), (), CSA_LAYER, HCA_LAYER, CSA_LAYER)
+    both = small(compress_ratios=[1, 0, 4, 128, 4]) | small_hugging_face()
+    assert CompressorConfig.from_pretrained_config(both) == layers
+
+
+def test_null_is_a_missing_field():
+    """Writers put null for what the other style says."""
+    want = CompressorConfig.from_pretrained_config(small())
+    for key in ("layer_types", "rope_parameters", "compress_rates", "partial_rotary_factor", "text_config",
+                "num_nextn_predict_layers"):  # fmt: skip
+        assert CompressorConfig.from_pretrained_config(small(**{key: None})) == want, key
+    for key in ("compress_ratios", "rope_scaling", "compress_rope_theta", "qk_rope_head_dim"):
+        assert CompressorConfig.from_pretrained_config(small_hugging_face(**{key: None})) == want, key
+    nulls = {"rope_type": None, "attention_factor": None, "truncate": None, "partial_rotary_factor": None}
+    assert CompressorConfig.from_pretrained_config(small(rope_scaling=small()["rope_scaling"] | nulls)) == want
+    nested = small_hugging_face()
+    nested["rope_parameters"]["compress"] |= {"type": None, "attention_factor": None}
+    assert CompressorConfig.from_pretrained_config(nested) == want
+
+
+def test_flat_rope_parameters():
+    """As Hugging Face takes them: for compressed layers, but for the theta, which is that of sliding windows."""
+    flat = small()["rope_scaling"] | {"rope_type": "yarn", "rope_theta": 10000, "partial_rotary_factor": 0.125}
+    config = small(rope_parameters=flat, compress_rope_theta=50000)
+    want = Yarn(50000.0)
+    for changes in ({}, {"rope_scaling": None}):
+        assert CompressorConfig.from_pretrained_config(config | changes)[3][0].rope == want
+    del config["rope_scaling"]
+    assert CompressorConfig.from_pretrained_config(config)[3][0].rope == want
+    with pytest.raises(ValueError, match=r"^config: rope_parameters\.partial_rotary_factor is 0\.5; it must be 0\.125"):
+        CompressorConfig.from_pretrained_config(config | {"rope_parameters": flat | {"partial_rotary_factor": 0.5}})
+    with pytest.raises(ValueError, match=r"^config: compress_rope_theta is None; it must be a positive number"):
+        CompressorConfig.from_pretrained_config(config | {"compress_rope_theta": None})
+
+
+def test_fields_under_text_config():
+    for text in (small(), small_hugging_face()):
+        config = {"model_type": "some_vision_model", "vision_config": {"head_dim": 64}, "text_config": text}
+        assert CompressorConfig.from_pretrained_config(config) == CompressorConfig.from_pretrained_config(text)
+    del text["head_dim"]
+    with pytest.raises(ValueError, match=r"^config: text_config\.head_dim is missing; it must be 512"):
+        CompressorConfig.from_pretrained_config({"text_config": text})
 
 
 def test_both_styles_in_one_file():
@@ -156,13 +206,18 @@ def edit(config, path, value):
         (small, "rms_norm_eps", "1e-6", "rms_norm_eps is '1e-6'; it must be a positive number"),
         (small, "rms_norm_eps", float("nan"), "rms_norm_eps is nan"),
         (small, "num_hidden_layers", None, "num_hidden_layers is missing; it must be an integer"),
-        (small, "num_hidden_layers", 43, "compress_ratios has 6 entries; it must have 43 or 44"),
+        (small, "num_hidden_layers", 43, "compress_ratios has 6 entries; it must have at least 43"),
         (small, "num_hidden_layers", True, "num_hidden_layers is True"),
         (small, "compress_ratios", None, "compress_ratios is missing; it or layer_types must be given"),
         (small, "compress_ratios", 4, "compress_ratios is 4; it must be a list"),
-        (small, "compress_ratios", [0, 0, 8, 128, 4, 0], r"compress_ratios\[2\] is 8; it must be 0 or 4 or 128"),
+        (small, "compress_ratios", [0, 0, 8, 128, 4, 0], r"compress_ratios\[2\] is 8; it must be 0 or 1 or 4 or 128"),
         (small, "compress_ratios", [0, 0, 4, "128", 4, 0], r"compress_ratios\[3\] is '128'"),
         (small, "compress_ratios", [0, 0, 4, [128], 4, 0], r"compress_ratios\[3\] is \[128\]"),
+        (small, "compress_ratios", [0, 0, 4, 128.0, 4, 0], r"compress_ratios\[3\] is 128.0"),
+        (small, "compress_ratios", [0, 0, 4, 128, True, 0], r"compress_ratios\[4\] is True"),
+        (small, "text_config", {"model_type": "llama"}, "text_config.model_type is 'llama'; it must be 'deepseek_v4'"),
+        (small, "text_config", 3, "text_config is 3; it must be an object"),
+        (small, "rope_parameters", {"factor": 16}, "rope_parameters.rope_type is missing; it must be 'yarn'"),
         (small, "compress_rope_theta", None, "compress_rope_theta is missing"),
         (small, "rope_scaling", None, "rope_scaling is missing; it or rope_parameters must be given"),
         (small, "rope_scaling", 16, "rope_scaling is 16; it must be an object"),
@@ -181,7 +236,7 @@ def edit(config, path, value):
             "rope_scaling.original_max_position_embeddings is missing; it must be an integer",
         ),
         (small_hugging_face, "layer_types", None, "compress_ratios is missing; it or layer_types"),
-        (small_hugging_face, "layer_types", [SLIDING] * 6, "layer_types has 6 entries; it must have 5"),
+        (small_hugging_face, "layer_types", [SLIDING] * 4, "layer_types has 4 entries; it must have at least 5"),
         (
             small_hugging_face,
             "layer_types",

@@ -1,31 +1,20 @@
 """The bytes of vLLM's kernels: the oracle reproduces them, and so does every implementation."""
 
 import dataclasses
-import pathlib
 
-import ml_dtypes
 import numpy as np
 import pytest
-from helpers import ops, oracle
+from helpers import golden, ops, oracle
 from helpers.batches import Batch
 
 GPU_TOO = True
-GOLDEN = pathlib.Path(__file__).parent / "golden" / "vllm_0.33_h200.npz"
 KINDS = {"csa": "fp8_ds_mla", "hca": "fp8_ds_mla", "indexer_fp8": "indexer_fp8"}
-with np.load(GOLDEN) as archive:
-    CASES = sorted({name.rsplit("/", 1)[0] for name in archive.files})
+CASES = golden.cases()
 
 
 def load(case):
     """A case's inputs as a Batch, the cache it became, and its arrays by name."""
-    arrays = {}
-    with np.load(GOLDEN) as archive:
-        for name in archive.files:
-            if name.startswith(case + "/"):
-                short = name.removeprefix(case + "/")
-                arrays[short.removesuffix("__bf16")] = (
-                    archive[name].view(ml_dtypes.bfloat16) if short.endswith("__bf16") else archive[name]
-                )
+    arrays = golden.load(case, golden.COMPRESSOR)
     kind = case.split("/")[0]
     dim, m, page_rows, kv_page_rows, page_bytes, pages = map(int, arrays["meta"])
     config = ops.make_config(kind.split("_")[0], KINDS[kind], page_rows, kv_page_rows)

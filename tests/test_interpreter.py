@@ -81,16 +81,33 @@ def test_every_code_widens_exactly(name):
     np.testing.assert_array_equal(out.numpy(), codes.view(dtype).astype(np.float32))
 
 
-def test_the_interpreters_own_functions_come_back():
+def test_a_launch_leaves_triton_as_it_was():
+    """The interpreter's own functions, and those of triton.language that it patches, also for a helper's helper."""
+    import torch
+    import triton
+    import triton.language as tl
     from triton.runtime import interpreter as triton_interpreter
 
     from dsv4_jax.common.ops.helpers import interpreter
 
-    originals = triton_interpreter._convert_float, triton_interpreter.ReduceOps.generic_reduce
-    with interpreter.amended():
-        assert triton_interpreter._convert_float is not originals[0]
-        assert triton_interpreter.ReduceOps.generic_reduce is not originals[1]
-    assert (triton_interpreter._convert_float, triton_interpreter.ReduceOps.generic_reduce) == originals
+    @triton.jit
+    def helper(x):
+        return tl.sum(x, axis=0)  # written with triton.language.core, which the kernel's module does not name
+
+    @triton.jit
+    def kernel(x, out, N: tl.constexpr):
+        tl.store(out, helper(tl.load(x + tl.arange(0, N))))
+
+    kernel.fn.__globals__.update(tl=tl, helper=helper)
+    owners = triton_interpreter, triton_interpreter.ReduceOps, tl, tl.core, tl.math, tl.tensor, tl.dtype
+    before = [dict(vars(owner)) for owner in owners]
+    for _ in range(2):
+        out = torch.zeros(1)
+        with interpreter.amended():
+            assert triton_interpreter._convert_float is not before[0]["_convert_float"]
+            kernel[(1,)](torch.arange(8.0), out, N=8)
+        assert out.item() == 28
+        assert [dict(vars(owner)) for owner in owners] == before
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -1,11 +1,14 @@
 """The plan: slots, closing tokens and the rows to save, against a plain loop over requests."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import ops, oracle
 from helpers.batches import KINDS, random_batch
+from helpers.online import Feed, online
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -222,3 +225,88 @@ def test_a_prefill_fills_half_the_windows_that_may_close(kind, tokens, requests,
     config = ops.make_config(kind, "bf16")
     arrays = jnp.arange(requests + 1), jnp.ones(requests, jnp.int32), *[jnp.zeros((requests, 4), jnp.int32)] * 2
     assert CompressorMetadata.build(config, *arrays, num_tokens=tokens).prefill is prefill
+
+
+NAMES = ("positions", "token_to_req", "slot_mapping", "kv_slot_mapping", "block_table", "query_start_loc")
+
+
+def padded(arrays, before, request=-1):
+    """The same batch with a row of padding before some of its rows, each in the range of the request that it is in."""
+    filled = {"positions": -1, "token_to_req": request, "slot_mapping": -1, "kv_slot_mapping": -1, "kv_score": np.nan}
+    found = {k: np.insert(np.asarray(v), before, filled[k], axis=0) for k, v in arrays.items() if k in filled}
+    starts = np.asarray(arrays["query_start_loc"])
+    found["query_start_loc"] = starts + (np.asarray(before) < starts[:, None]).sum(axis=1, dtype=np.int32)
+    return arrays | found
+
+
+def same_but_for_padding(config, arrays, compress):
+    """Asserts that padding before, between and after the tokens of requests changes neither cache nor state."""
+    want = compress(arrays)
+    starts = np.asarray(arrays["query_start_loc"])
+    for request in (-1, 0, 1):
+        got = compress(padded(arrays, [starts[0], starts[1], starts[1], starts[-1]], request))
+        for one, other in zip(got, want, strict=True):
+            ops.same_bytes(one, other)
+
+
+def compress_rows(batch):
+    def compress(arrays):
+        meta = CompressorMetadata.from_slots(batch.config, *(jnp.asarray(arrays[name]) for name in NAMES))
+        changed = dataclasses.replace(batch, kv_score=arrays["kv_score"])
+        return ops.compress(changed, meta, "xla")
+
+    return compress
+
+
+def test_padding_around_requests_changes_nothing():
+    """The first goes on at positions 4 to 7: a row of padding before them is no row of the window."""
+    config = ops.make_config("csa", "bf16", 3, 5)
+    batch = random_batch(np.random.default_rng(0), config, sizes=[(4, 4), (0, 13), (3, 6)], padding=0)
+    same_but_for_padding(config, vars(batch), compress_rows(batch))
+
+
+def test_padding_around_requests_changes_nothing_online():
+    feed = Feed(online(page_rows=3), "xla")
+    feed.step([4, 0, 11])
+    counts = [4, 13, 7]
+    meta = feed.metadata(counts, sum(counts))
+    arrays = {name: getattr(meta, name) for name in NAMES} | {"kv_score": feed.batch(counts, sum(counts))}
+
+    def compress(arrays):
+        meta = CompressorMetadata.from_slots(feed.config, *(jnp.asarray(arrays[name]) for name in NAMES))
+        return feed.compress(jnp.asarray(arrays["kv_score"]), feed.state, feed.cache, meta)
+
+    jax.tree.map(
+        np.testing.assert_array_equal, CompressorMetadata.from_slots(feed.config, *map(arrays.get, NAMES)), meta
+    )
+    same_but_for_padding(feed.config, arrays, compress)
+
+
+def test_padding_between_the_tokens_of_a_request():
+    """A gap between 5 and 6: the windows of 7 and 11 reach across it and get no key, those after it do."""
+    config = ops.make_config("csa", "bf16")
+    batch = random_batch(np.random.default_rng(0), config, sizes=[(4, 16)], padding=0, padded_requests=0)
+    assert batch.positions[batch.closing].tolist() == [7, 11, 15, 19]
+    exact = ops.rows(batch, batch.state, from_batch=True)
+    gap = padded(vars(batch), [2], 0)
+    state, cache = compress_rows(batch)(gap)
+    ops.same_bytes(state, compress_rows(batch)(vars(batch))[0])
+    oracle.assert_same_cache(cache, batch.cache, ops.without(exact, 3, 7), config)
+
+    # The two steps read everything from the state cache, and need no neighbors.
+    moved = dataclasses.replace(batch, **{k: gap[k] for k in (*NAMES, "kv_score")})
+    cache = ops.store(moved, ops.save_partial_states(moved, implementation="xla"), implementation="xla")
+    oracle.assert_same_cache(cache, batch.cache, exact, config)
+
+
+def test_padding_between_the_tokens_of_a_request_online():
+    """What comes after the gap is as if it had not been given."""
+    want, feed = Feed(online(), "xla"), Feed(online(), "xla")
+    want.step([11, 0, 2])
+    meta = feed.metadata([24, 0, 2], 26)
+    arrays = {name: getattr(meta, name) for name in NAMES} | {"kv_score": feed.batch([24, 0, 2], 26)}
+    arrays = padded(arrays, [11], 0)
+    meta = CompressorMetadata.from_slots(feed.config, *(jnp.asarray(arrays[name]) for name in NAMES))
+    state, cache = feed.compress(jnp.asarray(arrays["kv_score"]), feed.state, feed.cache, meta)
+    ops.same_bytes(state, want.state)
+    ops.same_bytes(cache, want.cache)

@@ -1,1 +1,1 @@
-"""The front door: an op's public function, its checks, its implementations, and which of them is taken where."""
+"""The front door: each op's public function, its checks, its implementations, and which of them it prefers."""

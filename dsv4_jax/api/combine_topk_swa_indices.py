@@ -1,4 +1,4 @@
-"""`combine_topk_swa_indices`: the gathered rows that a query attends to: its top-k compressed ones, then its window."""
+"""`combine_topk_swa_indices`: lists the gathered rows that each query attends to, top-k keys before the window."""
 
 import jax
 import jax.numpy as jnp
@@ -26,31 +26,33 @@ def combine_topk_swa_indices(
 ) -> tuple[jax.Array, jax.Array]:
     """Lists, for each query token, the rows of a gathered buffer that it attends to.
 
-    The buffer holds M rows a request: from row 0 its compressed keys, from row N the keys of its last `gather_lens[b]`
-    tokens, as `dequantize_and_gather_k_cache` puts them there. A token at position p of request b has the row
+    The buffer has M rows per request: the compressed keys from row 0, the keys of the last `gather_lens[b]` tokens from
+    row N. `dequantize_and_gather_k_cache` fills it. A token at position p of request b gets these indices, in this
+    order:
 
       1. the first `min((p + 1) // compress_ratio, topk)` of the token's `topk_indices`, each plus `M * b`;
       2. `M * b + N + q - (seq_lens[b] - gather_lens[b])` for q from `max(p - window_size + 1, 0)` to p;
       3. -1 to the end.
 
     Args:
-      topk_indices: `[T, K]` int32, compressed rows of each query token, counted within its request.
-      query_start_loc: `[R + 1]` int32, where each request's tokens begin, and the end; the batch's first token has the
-        number `query_start_loc[0]`, so that it may be a slice of a longer one.
-      seq_lens: `[R]` int32, tokens of each request with those of this batch, which are its last.
-      gather_lens: `[R]` int32, how many of them were gathered, from 0 to `seq_lens`.
-      window_size: tokens of the sliding window, the query's own among them.
-      compress_ratio: m, tokens of a compressed row.
-      topk: how many of `topk_indices` count, from 0 to K.
-      M: rows of the buffer a request; `M * R` must be below 2**31.
+      topk_indices: `[T, K]` int32, the compressed rows that each query token selected, counted within its request.
+      query_start_loc: `[R + 1]` int32, the first token of each request, then the end. Tokens count from
+        `query_start_loc[0]`, so this may be a slice of a longer array.
+      seq_lens: `[R]` int32, the length of each request. Its last tokens are those of this batch.
+      gather_lens: `[R]` int32, how many of its last tokens were gathered, from 0 to `seq_lens`.
+      window_size: tokens of the sliding window, including the query's own.
+      compress_ratio: m, tokens per compressed row.
+      topk: how many of `topk_indices` are used, from 0 to K.
+      M: rows of the buffer per request; `M * R` must be below 2**31.
       N: rows before the gathered tokens, from 0 to M.
-      implementation: "xla", "triton" or None: the platform switch chooses.
+      implementation: "xla" or "triton"; None lets the platform switch choose.
 
     Returns:
-      indices: `[T, W]` int32, W being `topk + window_size` rounded up to a multiple of 128. What is not in the buffer
-        is -1 in its place: a top-k index outside `[0, N)`, a token before the gathered ones, a row from M on.
-      lens: `[T]` int32, entries of 1. and 2. together. A token that is in no request, or in one whose lengths are not
-        as above, has a row of -1 and length 0.
+      indices: `[T, W]` int32, W being `topk + window_size` rounded up to a multiple of 128. An entry is -1 if
+        its row is not in the buffer: a top-k index outside `[0, N)`, a token before the gathered ones, a row of M or
+        more. So is a top-k index of `(p + 1) // compress_ratio` or more, whose key holds tokens after p.
+      lens: `[T]` int32, how many entries 1. and 2. have together. A token that is in no request, or whose request has
+        lengths outside the ranges above, gets a row of -1 and length 0.
     """
     topk_indices = checks.integers("topk_indices", topk_indices, ("T", "K"))
     seq_lens = checks.integers("seq_lens", seq_lens, ("R",))

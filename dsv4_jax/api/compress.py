@@ -1,4 +1,4 @@
-"""`compress`: from the projection's output to states saved and keys stored, in one pass."""
+"""`compress`: from the projection's output to saved states and stored keys, in one pass."""
 
 from typing import Literal, NamedTuple
 
@@ -30,12 +30,12 @@ def compress(
     kv_scale: jax.Array | float | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Saves states and stores the keys of closed windows, each input read once.
+    """Saves states and stores the keys of windows that close, reading each input once.
 
-    Rows of a window that are in this batch come from `kv_score`, older ones from the state cache. The keys are those of
-    `save_partial_states` followed by `compress_norm_rope_store`, up to the order in which float32 sums are made, which
-    may differ by a batch's shapes (docs/compressor.md says how far that goes). No slot that this call writes may hold a
-    row that one of its windows still needs.
+    Rows of this batch come from `kv_score`, older rows of a window from the state cache. The keys are those of
+    `save_partial_states` followed by `compress_norm_rope_store`, except that float32 sums may be made in another order
+    (docs/compressor.md says how far this can go). No slot that this call writes may hold a row that one of its windows
+    still needs.
 
     Args:
       kv_score: `[T, 2W]` float32 or bfloat16, the projection's output: kv in the first half, score in the second.
@@ -46,10 +46,10 @@ def compress(
       norm_weight: `[D]` float32 or bfloat16.
       cos_sin: `[P, 64]` float32, cos then sin, as `Yarn.table` makes it.
       config: the compressor.
-      save: "tail" saves the states that a later step can need; "all" saves every token's, for prefixes that requests
-        share; the online state has no rows to share.
-      kv_scale: `[]` float32, what values are divided by; for the format `fp8` alone, and needed there.
-      implementation: "xla", "triton", "cutedsl" or None: the platform switch chooses.
+      save: "tail" saves the states that a later step can need. "all" saves every token's state, for requests that share
+        a prefix; the online state has no rows to share, and refuses it.
+      kv_scale: `[]` float32, the divisor of values; needed for the format `fp8`, None for all others.
+      implementation: "xla", "triton" or "cutedsl"; None lets the platform switch choose.
 
     Returns:
       The state cache and the cache.
@@ -96,17 +96,17 @@ def _cutedsl():
 
 
 class Faster(NamedTuple):
-    """Batches for which CuTeDSL is taken: of one compressor, a prefill or a decode, so many tokens."""
+    """Batches that go to CuTeDSL: one compressor, prefill or decode, a range of token counts."""
 
     layout: tuple[int, bool]  # compress_ratio, overlap
     tokens: range
     prefill: bool = True  # as `metadata.prefill`
 
 
-# Where CuTeDSL took clearly less time on an H200 (docs/performance.md has the times), for save="tail" and kv_score of
-# float32 and bfloat16: by 0.4 us (HCA, one token) to 46 us (CSA of bfloat16, 131072 tokens). Everything else is
-# Triton's. Where XLA does not capture the call in a command buffer, Python launches a CuTeDSL kernel, which takes a
-# few microseconds more than Triton's launch.
+# Where CuTeDSL was clearly faster on an H200, for save="tail" and kv_score in float32 and bfloat16: by 0.4 us (HCA, one
+# token) to 46 us (CSA in bfloat16, 131072 tokens). docs/performance.md has the times. All other batches go to Triton.
+# If XLA does not capture the call in a command buffer, Python launches the CuTeDSL kernel, which takes a few
+# microseconds more than a Triton launch.
 CUTEDSL_FASTER = (
     Faster((4, True), range(8192, 2**31)),
     Faster((128, False), range(512, 2049)),
@@ -132,4 +132,5 @@ OP = Op(
     why_not=support.why_not,
     preference=_preference,
     measured_on=("sm_90",),
+    fp8=lambda *, config, **_: config.format.fp8,
 )

@@ -13,23 +13,24 @@ from dsv4_jax.op import Op
 def compress_kv_sparse_attn_cutedsl(
     state_cache: jax.Array, metadata: CompressorMetadata, *, config: CompressorConfig
 ) -> jax.Array:
-    """The first of two launches: the gated softmax-sum over each closing window, before RMSNorm.
+    """The first of two launches: the gated softmax-sum over each window that closes, before RMSNorm.
 
-    Channel d is `sum(kv[i, d] * p[i, d])`, p being the softmax over the window's rows i of the scores that
-    `save_partial_states` has stored with their bias. `norm_rope_insert_sparse_attn_cutedsl` makes keys of it.
+    Channel d is `sum(kv[i, d] * p[i, d])` over the window's rows i. p is the softmax of the scores that
+    `save_partial_states` stored, which include the position bias. `norm_rope_insert_sparse_attn_cutedsl` makes the
+    keys.
 
     Args:
       state_cache: `[pages, page_rows, 2W]` float32; holds the states of the windows.
       metadata: this step's `CompressorMetadata`.
-      config: the compressor, of head_dim 512.
+      config: the compressor; its head_dim must be 512.
 
     Returns:
-      `[N, 512]` float32, a row for each entry of `metadata.closing`; NaN where a channel is not finite. Rows of entries
-      that name no window are undefined.
+      `[N, 512]` float32, one row per entry of `metadata.closing`. A channel that is not finite is NaN. A row whose
+      entry names no window is undefined.
 
     Raises:
-      NotImplementedError: says what is missing for the compressor, the GPU or the installation, and what would do.
-      TypeError, ValueError: for an argument that is not as above.
+      NotImplementedError: the compressor, the GPU or the installation does not fit; says what to use instead.
+      TypeError, ValueError: an argument is not as above.
     """
     metadata = checked_metadata(metadata, config)
     state_cache = checks.array("state_cache", state_cache, ("pages", config.page_rows, config.state_width))

@@ -1,4 +1,4 @@
-"""`compress_norm_rope_store`: windows that this step closes, read from the state cache, become keys in the cache."""
+"""`compress_norm_rope_store`: turns the windows that close into keys, from the state cache alone."""
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,10 @@ def compress_norm_rope_store(
     kv_scale: jax.Array | float | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Gated softmax over each closed window, RMSNorm, RoPE, quantize, store.
+    """Gated softmax over each window that closes, RMSNorm, RoPE, quantize, store.
 
-    The states of the whole window must be in the state cache; `compress` also takes them from the batch. A window
-    whose position lies past the RoPE table, or that has no row at all, writes nothing.
+    The state cache must hold all rows of each window; `compress` can also take them from the batch. A window writes
+    nothing if its position is past the RoPE table, or if it has no row at all.
 
     Args:
       state_cache: `[pages, page_rows, 2W]` float32.
@@ -35,8 +35,8 @@ def compress_norm_rope_store(
       norm_weight: `[D]` float32 or bfloat16.
       cos_sin: `[P, 64]` float32, cos then sin, as `Yarn.table` makes it.
       config: the compressor.
-      kv_scale: `[]` float32, what values are divided by; for the format `fp8` alone, and needed there.
-      implementation: "xla", "triton", "cutedsl" or None: the platform switch chooses.
+      kv_scale: `[]` float32, the divisor of values; needed for the format `fp8`, None for all others.
+      implementation: "xla", "triton" or "cutedsl"; None lets the platform switch choose.
 
     Returns:
       The cache.
@@ -49,28 +49,28 @@ def compress_norm_rope_store(
 
 
 def compress_norm_rope_store_triton(*args, **options) -> jax.Array:
-    """`compress_norm_rope_store` by its Triton kernels; takes the same arguments but `implementation`."""
+    """`compress_norm_rope_store` with Triton's kernels; takes the same arguments except `implementation`."""
     return compress_norm_rope_store(*args, implementation="triton", **options)
 
 
 def compress_norm_rope_store_cutedsl(*args, **options) -> jax.Array:
-    """`compress_norm_rope_store` by its CuTeDSL kernels; takes the same arguments but `implementation`.
+    """`compress_norm_rope_store` with CuTeDSL's kernels; takes the same arguments except `implementation`.
 
-    Serves compressors of head_dim 512 (CSA, HCA) on NVIDIA GPUs of compute capability 9.0 and newer.
+    For compressors with head_dim 512 (CSA, HCA), on NVIDIA GPUs of compute capability 9.0 or newer.
 
     Raises:
-      NotImplementedError: says what is missing for the compressor, the GPU or the installation, and what would do.
+      NotImplementedError: the compressor, the GPU or the installation does not fit; says what to use instead.
     """
     return compress_norm_rope_store(*args, implementation="cutedsl", **options)
 
 
 def fused_kv_compress_norm_rope_insert_sparse_attn_cutedsl(*args, **options) -> jax.Array:
-    """One launch from the state cache to the stored keys: another name of `compress_norm_rope_store_cutedsl`."""
+    """Another name of `compress_norm_rope_store_cutedsl`: one launch from the state cache to the stored keys."""
     return compress_norm_rope_store_cutedsl(*args, **options)
 
 
 def check_store(state_cache, kv_cache, metadata, norm_weight, cos_sin, config, kv_scale) -> tuple:
-    """Checks the arguments that all ops which store keys have; returns them, without the config, as arrays."""
+    """Checks the arguments that all key-storing ops share; returns them as arrays, without the config."""
     metadata = checked_metadata(metadata, config)
     state_cache = checks.array("state_cache", state_cache, ("pages", config.page_rows, config.state_width))
     config.format.check_cache("kv_cache", kv_cache, config.kv_page_rows)
@@ -80,7 +80,7 @@ def check_store(state_cache, kv_cache, metadata, norm_weight, cos_sin, config, k
     return state_cache, jnp.asarray(kv_cache), metadata, norm_weight, cos_sin, kv_scale
 
 
-# Both run the kernels of `compress`, with every row taken from the state cache.
+# Both run the kernels of `compress`; every row comes from the state cache.
 
 
 def _triton():
@@ -102,4 +102,5 @@ OP = Op(
     triton=_triton,
     cutedsl=_cutedsl,
     why_not=support.why_not,
+    fp8=lambda *, config, **_: config.format.fp8,
 )

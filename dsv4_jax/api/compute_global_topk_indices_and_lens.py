@@ -1,4 +1,4 @@
-"""`compute_global_topk_indices_and_lens`: the rows of its request that a token attends to, as rows of the cache."""
+"""`compute_global_topk_indices_and_lens`: turns rows of a request into rows of the paged cache."""
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +21,17 @@ def compute_global_topk_indices_and_lens(
     """Gives `block_table[r, i // page_rows] * page_rows + i % page_rows` for each index i of a token of request r.
 
     Args:
-      topk_indices: `[T, K]` int32, rows of the compressed cache counted within the token's request; negative: none.
+      topk_indices: `[T, K]` int32, rows of the compressed cache, counted within the token's request; negative: none.
       token_to_req: `[T]` int32, each token's row of `block_table`.
       block_table: `[R, B]` int32, the pages of each request; negative: none.
-      page_rows: rows of a page.
-      is_valid_token: `[T]` bool; False for padding, of which only the length becomes 0.
-      implementation: "xla", "triton" or None: the platform switch chooses.
+      page_rows: rows per page.
+      is_valid_token: `[T]` bool; False for padding. It changes only `lens`.
+      implementation: "xla" or "triton"; None lets the platform switch choose.
 
     Returns:
-      indices: `[T, K]` int32, rows of the whole cache, each where its local index was. -1 for a negative index, a
-        request or a column outside the table, a negative page, and a page whose last row does not fit int32.
+      indices: `[T, K]` int32, rows of the whole cache, each in the place of its local index. An entry is -1 if its
+        index is negative, its request or column is outside the table, its page is negative, or its page's last row does
+        not fit int32.
       lens: `[T]` int32, how many of a token's indices are not -1; 0 where the token is not valid.
     """
     topk_indices = checks.integers("topk_indices", topk_indices, ("T", "K"))

@@ -1,4 +1,4 @@
-"""`dequantize_and_gather_k_cache`: the last keys of each request, from its pages into one bfloat16 array."""
+"""`dequantize_and_gather_k_cache`: copies the last keys of each request from its pages into one bfloat16 array."""
 
 import operator
 
@@ -26,28 +26,29 @@ def dequantize_and_gather_k_cache(
     kv_scale: jax.Array | float | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Writes the last keys of each request r, row `seq_lens[r] - gather_lens[r] + i` to `out[r, offset + i]`.
+    """Copies the last keys of each request into `out`, dequantized.
 
-    Here `0 <= i < gather_lens[r]`, and row p of request r is row `p % page_rows` of the page
-    `block_table[r, p // page_rows]`. A value times its scale, in float32, is rounded to bfloat16: every NaN is 0x7FC0,
-    the scale byte 255 is NaN, and a scale or product below 2**-126 may count as 0. What is stored as bfloat16, the RoPE
-    part of `fp8_ds_mla` and all of `bf16`, keeps its bits.
+    Row `seq_lens[r] - gather_lens[r] + i` of request r goes to `out[r, offset + i]`, for `0 <= i < gather_lens[r]`. Row
+    p of request r is row `p % page_rows` of page `block_table[r, p // page_rows]`. A value is multiplied by its scale
+    in float32 and rounded to bfloat16. Every NaN becomes 0x7FC0; the scale byte 255 means NaN; a scale or product below
+    2**-126 may count as 0. What is stored as bfloat16 (the RoPE part of `fp8_ds_mla`, all of `bf16`) keeps its bits.
 
-    A row below 0, past the block table, or in a page outside the cache is left out, as is one whose place is outside
-    `out`; all of `out` that is not written stays. A negative length counts as 0, and a negative offset as if all
-    lengths were.
+    A row is skipped if it is below 0, past the block table or in a page outside the cache, or if its place is outside
+    `out`. Whatever is not written in `out` keeps its value. A negative length counts as 0. A negative offset writes
+    nothing.
 
     Args:
       cache: of `cache_format`, as `CacheFormat.allocate` makes it.
-      seq_lens: `[R]` int32, rows that each request has in the cache: its tokens divided by the compress ratio.
+      seq_lens: `[R]` int32, rows that each request has in the cache: its tokens divided by the compress ratio, rounded
+        down.
       block_table: `[R, B]` int32, cache pages of each request.
-      gather_lens: `[R]` int32, how many of its last rows are wanted; None: all.
+      gather_lens: `[R]` int32, how many of its last rows to copy; None copies all.
       offset: int or `[]` int32, at least 0.
       out: `[R, L, head_dim]` bfloat16; updated in place when donated.
-      page_rows: rows of a page.
+      page_rows: rows per page.
       cache_format: name of the `CacheFormat`.
-      kv_scale: `[]` float32, what values are multiplied by; for the format `fp8` alone, and needed there.
-      implementation: "xla", "triton" or None: the platform switch chooses.
+      kv_scale: `[]` float32, the factor of values; needed for the format `fp8`, None for all others.
+      implementation: "xla" or "triton"; None lets the platform switch choose.
 
     Returns:
       `out`.
@@ -88,4 +89,10 @@ def _triton():
     return implement
 
 
-OP = Op("dequantize_and_gather_k_cache", updates=(5,), xla=reference.implement, triton=_triton)
+OP = Op(
+    "dequantize_and_gather_k_cache",
+    updates=(5,),
+    xla=reference.implement,
+    triton=_triton,
+    fp8=lambda *, cache_format, **_: cache_format != "bf16",  # MXFP4's values are read as fp8's
+)

@@ -1,4 +1,4 @@
-"""`fused_indexer_q_rope_quant`: the indexer's queries, rotated and in fp8 or MXFP4, and the weights of their scores."""
+"""`fused_indexer_q_rope_quant`: rotates and quantizes the indexer's queries, and scales the weights of their scores."""
 
 import jax
 import jax.numpy as jnp
@@ -23,27 +23,27 @@ def fused_indexer_q_rope_quant(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array | tuple[jax.Array, jax.Array], jax.Array]:
-    """RoPE of the last 64 channels of each head at the token's own position, quantized as the indexer's keys are.
+    """Rotates the last 64 channels of each head and quantizes the head like an indexer key.
 
-    The rotation is in float32, as interleaved pairs: `even' = even·cos - odd·sin`, `odd' = odd·cos + even·sin`. All
-    channels are then rounded to bfloat16 and quantized by the rules of the cache formats `indexer_fp8` and
-    `indexer_mxfp4`. In fp8 a head has one scale, a power of two, which only its weight carries:
-    `weights · scale · softmax_scale · head_scale`, multiplied in this order in float32. In MXFP4 scales are an array of
-    their own, and weights become `weights · softmax_scale · head_scale`.
+    RoPE is in float32, at the token's own position, over interleaved pairs: `even' = even·cos - odd·sin`,
+    `odd' = odd·cos + even·sin`. All channels are then rounded to bfloat16 and quantized by the rules of the cache
+    formats `indexer_fp8` and `indexer_mxfp4`. In fp8, a head has one scale, a power of two. It is not returned; the
+    head's weight carries it: `weights · scale · softmax_scale · head_scale`, multiplied in this order in float32. In
+    MXFP4, the scales are an array of their own, and weights become `weights · softmax_scale · head_scale`.
 
-    A token whose position is outside the RoPE table, as padding's -1 is, has zeros in all results. Channels that are
-    not finite become what `CacheFormat.pack` says; of a head in fp8 they make the scale 2^120, so its weight is large,
-    infinite or, where `weights` is 0, still 0. A weight that is NaN is NaN (0x7FC00000).
+    A token whose position is outside the RoPE table, such as padding's -1, gets zeros in all results. Channels that are
+    not finite become what `CacheFormat.pack` says. In fp8 they make the head's scale 2^120, so its weight is large,
+    infinite or, if `weights` is 0, still 0. A NaN weight stays NaN (0x7FC00000).
 
     Args:
       positions: `[T]` int32.
       q: `[T, H, 128]` bfloat16 or float32.
-      cos_sin: `[P, 64]` float32, cos then sin, as `Yarn.table` makes it; of magnitude at most 1.
-      weights: `[T, H]` bfloat16 or float32, of each head's score.
+      cos_sin: `[P, 64]` float32, cos then sin, as `Yarn.table` makes it; magnitudes at most 1.
+      weights: `[T, H]` bfloat16 or float32, the weight of each head's score.
       softmax_scale: a number above 0, `128 ** -0.5` in the models.
       head_scale: a number above 0, `H ** -0.5` in the models.
       use_fp4: MXFP4 instead of fp8.
-      implementation: "xla", "triton" or None: the platform switch chooses.
+      implementation: "xla" or "triton"; None lets the platform switch choose.
 
     Returns:
       q and weights `[T, H]` float32. q is `[T, H, 128]` float8_e4m3fn; with `use_fp4` it is a pair: values `[T, H, 64]`
@@ -80,4 +80,10 @@ def _triton():
     return implement
 
 
-OP = Op("fused_indexer_q_rope_quant", outputs=_outputs, xla=reference.implement, triton=_triton)
+OP = Op(
+    "fused_indexer_q_rope_quant",
+    outputs=_outputs,
+    xla=reference.implement,
+    triton=_triton,
+    fp8=lambda *, use_fp4, **_: not use_fp4,
+)

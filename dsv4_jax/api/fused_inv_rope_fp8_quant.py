@@ -1,4 +1,4 @@
-"""`fused_inv_rope_fp8_quant`: attention's output, rotated back and in fp8, ready for the grouped output projection."""
+"""`fused_inv_rope_fp8_quant`: rotates attention's output back and quantizes it for the grouped output projection."""
 
 import jax
 import jax.numpy as jnp
@@ -25,31 +25,32 @@ def fused_inv_rope_fp8_quant(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Inverse RoPE of the last 64 channels of each head at the token's own position, then fp8 with a scale a block.
+    """Rotates the last 64 channels of each head back, then quantizes to fp8 with one scale per block.
 
-    The rotation is in float32, as interleaved pairs: `even' = even·cos + odd·sin`, `odd' = odd·cos - even·sin`. For
-    each `quant_group_size` channels `amax = max(|x|, 1e-10)`, `e = ceil(log2(amax / 448))`, value
-    `fp8(clip(x · 2^-e, ±448))`, straight from float32. Without `quantize` channels are rounded once, to bfloat16.
+    The inverse RoPE is in float32, at the token's own position, over interleaved pairs: `even' = even·cos + odd·sin`,
+    `odd' = odd·cos - even·sin`. Each block of `quant_group_size` channels has `amax = max(|x|, 1e-10)`,
+    `e = ceil(log2(amax / 448))` and the values `fp8(clip(x · 2^-e, ±448))`, straight from float32. Without `quantize`,
+    channels are rounded once, to bfloat16.
 
-    A token whose position is outside the RoPE table, as padding's -1 is, has zeros in all results. In a block's amax
-    NaN counts as infinity, and infinity gives e = 120; NaN is stored as 0x7F (fp8) or 0x7FC0 (bfloat16), and infinity
+    A token whose position is outside the RoPE table, such as padding's -1, gets zeros in all results. In a block's
+    amax, NaN counts as infinity, and infinity gives e = 120. NaN is stored as 0x7F (fp8) or 0x7FC0 (bfloat16). Infinity
     saturates in fp8.
 
     Args:
-      o: `[T, heads, 512]` bfloat16, heads being `n_groups * heads_per_group`, group after group.
+      o: `[T, n_groups * heads_per_group, 512]` bfloat16, group after group.
       positions: `[T]` int32.
-      cos_sin: `[P, 64]` float32, cos then sin, as `Yarn.table` makes it; of magnitude at most 1.
+      cos_sin: `[P, 64]` float32, cos then sin, as `Yarn.table` makes it; magnitudes at most 1.
       n_groups: G, groups of the output projection.
-      heads_per_group: heads of a group.
+      heads_per_group: heads per group.
       quant_group_size: channels that share a scale: 32, 64 or 128.
       tma_aligned_scales: scales as UE8M0 bytes, four to an int32, instead of float32.
       quantize: False leaves bfloat16.
-      implementation: "xla", "triton" or None: the platform switch chooses.
+      implementation: "xla" or "triton"; None lets the platform switch choose.
 
     Returns:
-      Values `[T, G, heads_per_group * 512]` float8_e4m3fn, and scales `[T, G, B]` float32, B being
-      `heads_per_group * 512 // quant_group_size`, or `[T, G, B // 4]` int32, the first block's byte lowest. Without
-      `quantize` one array, `[T, G, heads_per_group * 512]` bfloat16.
+      Values `[T, G, heads_per_group * 512]` float8_e4m3fn and scales `[T, G, B]` float32, where B is
+      `heads_per_group * 512 // quant_group_size`. With `tma_aligned_scales`, the scales are `[T, G, B // 4]` int32, the
+      first block's byte lowest. Without `quantize`, one array: `[T, G, heads_per_group * 512]` bfloat16.
     """
     n_groups = checks.at_least("n_groups", n_groups, 1)
     heads_per_group = checks.at_least("heads_per_group", heads_per_group, 1)
@@ -93,4 +94,10 @@ def _triton():
     return implement
 
 
-OP = Op("fused_inv_rope_fp8_quant", outputs=_outputs, xla=reference.implement, triton=_triton)
+OP = Op(
+    "fused_inv_rope_fp8_quant",
+    outputs=_outputs,
+    xla=reference.implement,
+    triton=_triton,
+    fp8=lambda *, quantize, **_: quantize,
+)

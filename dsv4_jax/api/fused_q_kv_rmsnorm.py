@@ -1,4 +1,4 @@
-"""`fused_q_kv_rmsnorm`: the RMSNorms of the low-rank query and of the key-value vector in one launch."""
+"""`fused_q_kv_rmsnorm`: normalizes the low-rank query and the key-value vector in one launch."""
 
 import jax
 
@@ -19,19 +19,19 @@ def fused_q_kv_rmsnorm(
 ) -> tuple[jax.Array, jax.Array]:
     """RMSNorm of each token's q and kv: `x · rsqrt(mean(x²) + eps) · weight`, as in DeepSeek-V4's attention.
 
-    float32 inside, rounded once to the input's dtype. A row with a channel that is not finite becomes NaN (in bfloat16
-    0x7FC0); one whose sum of squares is beyond float32 becomes 0.
+    Computes in float32 and rounds once, to the input's dtype. If a channel is not finite, its row becomes NaN (in
+    bfloat16 0x7FC0). If the sum of squares overflows float32, the row becomes 0.
 
     Args:
-      q: `[T, Dq]` float32 or bfloat16: DeepSeek-V4's has Dq = q_lora_rank = 1024 (Flash) or 1536 (Pro).
-      kv: `[T, Dkv]` float32 or bfloat16; DeepSeek-V4's has Dkv = 512.
+      q: `[T, Dq]` float32 or bfloat16; in DeepSeek-V4, Dq = q_lora_rank = 1024 (Flash) or 1536 (Pro).
+      kv: `[T, Dkv]` float32 or bfloat16; in DeepSeek-V4, Dkv = 512.
       q_weight: `[Dq]` float32 or bfloat16.
       kv_weight: `[Dkv]` float32 or bfloat16.
       eps: above 0.
-      implementation: "xla", "triton" or None: the platform switch chooses.
+      implementation: "xla" or "triton"; None lets the platform switch choose.
 
     Returns:
-      q and kv, normalized, of the shapes and dtypes that they had.
+      q and kv, normalized, with unchanged shapes and dtypes.
     """
     q = checks.array("q", q, ("T", "Dq"), checks.FLOATS)
     kv = checks.array("kv", kv, (q.shape[0], "Dkv"), checks.FLOATS)

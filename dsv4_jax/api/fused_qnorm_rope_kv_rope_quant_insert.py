@@ -1,4 +1,4 @@
-"""`fused_qnorm_rope_kv_rope_quant_insert`: queries made ready for attention, keys into the sliding-window cache."""
+"""`fused_qnorm_rope_kv_rope_quant_insert`: prepares queries for attention, stores keys in the sliding-window cache."""
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +28,14 @@ def fused_qnorm_rope_kv_rope_quant_insert(
     kv_scale: jax.Array | float | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Per-head RMSNorm and RoPE of q, RoPE of kv, which is quantized and stored in the cache.
+    """Normalizes and rotates each head of q; rotates kv, quantizes it and stores it in the cache.
 
-    Each head of q becomes `x · rsqrt(mean(x²) + eps)`, without a weight; then the last 64 channels of q and of kv are
-    rotated as interleaved pairs at the token's own position. float32 inside; q is rounded once, to bfloat16, kv as
-    `CacheFormat.pack` says. kv has had its RMSNorm, for instance from `fused_q_kv_rmsnorm`.
+    Each head of q becomes `x · rsqrt(mean(x²) + eps)`, without a weight. Then the last 64 channels of q and of kv are
+    rotated as interleaved pairs, at the token's own position. All of this is in float32; q is rounded once, to
+    bfloat16, and kv as `CacheFormat.pack` says. kv must be normalized before, for example by `fused_q_kv_rmsnorm`.
 
-    A token whose position is outside the RoPE table, as padding's -1 is, has an output of zeros and stores nothing. A
-    head with a channel that is not finite becomes NaN (0x7FC0); one whose sum of squares is beyond float32 becomes 0.
+    A token whose position is outside the RoPE table, such as padding's -1, gets zeros and stores nothing. If a channel
+    of a head is not finite, the head becomes NaN (0x7FC0). If its sum of squares overflows float32, it becomes 0.
 
     Args:
       q: `[T, h, 512]` bfloat16.
@@ -45,12 +45,12 @@ def fused_qnorm_rope_kv_rope_quant_insert(
       positions: `[T]` int32.
       cos_sin: `[P, 64]` float32, cos then sin, as `Yarn.table` makes it.
       eps: above 0.
-      page_rows: rows of a cache page.
-      padded_heads: heads of the output, at least h, those past h all zero; by default 64 or 128, the head counts of
-        sparse-attention kernels.
+      page_rows: rows per cache page.
+      padded_heads: heads of the output, at least h; those past h are zero. The default is 64 or 128, the head counts
+        that sparse-attention kernels take.
       cache_format: "fp8_ds_mla", "bf16" or "fp8".
-      kv_scale: `[]` float32, what values are divided by; for the format `fp8` alone, and needed there.
-      implementation: "xla", "triton" or None: the platform switch chooses.
+      kv_scale: `[]` float32, the divisor of values; needed for the format `fp8`, None for all others.
+      implementation: "xla" or "triton"; None lets the platform switch choose.
 
     Returns:
       q `[T, padded_heads, 512]` bfloat16, and the cache.
@@ -90,5 +90,10 @@ def _triton():
 
 
 OP = Op(
-    "fused_qnorm_rope_kv_rope_quant_insert", updates=(2,), outputs=_outputs, xla=reference.implement, triton=_triton
+    "fused_qnorm_rope_kv_rope_quant_insert",
+    updates=(2,),
+    outputs=_outputs,
+    xla=reference.implement,
+    triton=_triton,
+    fp8=lambda *, cache_format, **_: CACHE_FORMATS[cache_format].fp8,
 )

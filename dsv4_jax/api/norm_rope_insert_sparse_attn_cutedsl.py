@@ -26,17 +26,21 @@ def norm_rope_insert_sparse_attn_cutedsl(
     After `compress_kv_sparse_attn_cutedsl`, the cache holds the bytes of `compress_norm_rope_store`.
 
     Args:
-      compressed: `[N, 512]` float32, a row for each entry of `metadata.closing`.
-      state_cache: what `compressed` was made from; only its number of pages counts.
+      compressed: `[N, 512]` float32, one row per entry of `metadata.closing`.
+      state_cache: the one that `compressed` was made from; only its number of pages is used.
       kv_cache: the cache of `config.format`; updated in place when donated.
-      metadata, norm_weight, cos_sin, config, kv_scale: as of `compress_norm_rope_store`.
+      metadata: this step's `CompressorMetadata`.
+      norm_weight: `[D]` float32 or bfloat16.
+      cos_sin: `[P, 64]` float32, cos then sin, as `Yarn.table` makes it.
+      config: the compressor.
+      kv_scale: `[]` float32, the divisor of values; needed for the format `fp8`, None for all others.
 
     Returns:
       The cache.
 
     Raises:
-      NotImplementedError: says what is missing for the compressor, the GPU or the installation, and what would do.
-      TypeError, ValueError: for an argument that is not as above.
+      NotImplementedError: the compressor, the GPU or the installation does not fit; says what to use instead.
+      TypeError, ValueError: an argument is not as above.
     """
     args = check_store(state_cache, kv_cache, metadata, norm_weight, cos_sin, config, kv_scale)
     compressed = checks.array("compressed", compressed, (args[2].closing.shape[0], config.head_dim))

@@ -1,4 +1,4 @@
-"""`prepare_megamoe_inputs`: hidden states and routing as a fused mixture-of-experts kernel reads them."""
+"""`prepare_megamoe_inputs`: prepares hidden states and routing for a fused mixture-of-experts kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -19,24 +19,25 @@ def prepare_megamoe_inputs(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Quantizes `hidden` to fp8 with a power-of-two scale for 32 channels, and routes padding to no expert.
+    """Quantizes `hidden` to fp8 with one power-of-two scale per 32 channels, and routes padding to no expert.
 
-    A block's scale is `2 ** ceil(log2(max(amax, 1e-4) / 448))`, exactly; 1e-4 is vLLM's bound, so that a block of zeros
-    has the scale 2**-22, byte 105. In amax NaN counts as infinity, and infinity as the largest finite bfloat16. Values
-    are divided by it and rounded to the nearest, ties to even; NaN is 0x7F, infinity becomes 448.
+    A block's scale is exactly `2 ** ceil(log2(max(amax, 1e-4) / 448))`. 1e-4 is vLLM's bound: it gives a block of zeros
+    the scale 2**-22, byte 105. In amax, NaN counts as infinity, and infinity as the largest finite bfloat16. Values are
+    divided by the scale and rounded to nearest, ties to even. NaN becomes 0x7F, infinity 448.
 
     Args:
       hidden: `[T, K]` bfloat16, K a multiple of 128.
       topk_weights: `[T, k]` float32, the weight of each of a token's experts.
-      topk_ids: `[T, k]` int32, which experts; negative: none.
-      is_padding: `[T]` bool, the rows that belong to no token; none by default. Their hidden states are quantized too.
-      implementation: "xla", "triton" or None: the platform switch chooses.
+      topk_ids: `[T, k]` int32, each token's experts; negative: none.
+      is_padding: `[T]` bool, the rows without a token; by default there are none. Their hidden states are quantized
+        too.
+      implementation: "xla" or "triton"; None lets the platform switch choose.
 
     Returns:
       x: `[T, K]` float8_e4m3fn.
-      scales: `[T, K // 128]` int32, the exponents plus 127 (UE8M0) of four blocks, the first in the lowest byte.
-      ids: `[T, k]` int32, `topk_ids`; -1 where negative and in rows of padding.
-      weights: `[T, k]` float32, `topk_weights`; 0 in rows of padding.
+      scales: `[T, K // 128]` int32, the UE8M0 bytes (exponent plus 127) of four blocks, the first block's lowest.
+      ids: `[T, k]` int32, `topk_ids`, but -1 where negative and in rows of padding.
+      weights: `[T, k]` float32, `topk_weights`, but 0 in rows of padding.
     """
     hidden = checks.array("hidden", hidden, ("T", "K"), (jnp.bfloat16,))
     tokens, width = hidden.shape
@@ -67,4 +68,10 @@ def _triton():
     return implement
 
 
-OP = Op("prepare_megamoe_inputs", outputs=_outputs, xla=reference.implement, triton=_triton)
+OP = Op(
+    "prepare_megamoe_inputs",
+    outputs=_outputs,
+    xla=reference.implement,
+    triton=_triton,
+    fp8=True,
+)

@@ -1,4 +1,4 @@
-"""`quantize_and_insert_k_cache`: finished keys become rows of a cache."""
+"""`quantize_and_insert_k_cache`: quantizes finished keys and stores them in a cache."""
 
 import operator
 
@@ -21,21 +21,21 @@ def quantize_and_insert_k_cache(
     kv_scale: jax.Array | float | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Quantizes keys that have had their RMSNorm and RoPE, and stores each at its slot.
+    """Quantizes keys that are finished (after RMSNorm and RoPE) and stores each at its slot.
 
-    The bytes of a row, of one that is not finite too, are those of `CacheFormat.pack`: for `fp8_ds_mla` the first 448
-    channels are rounded to bfloat16 and, in blocks of 64, to `fp8(x / 2**e)`, `e = ceil(log2(max(amax, 1e-4) / 448))`,
-    with the scale byte `e + 127`; the 64 RoPE channels stay bfloat16.
+    `CacheFormat.pack` defines the bytes of a row, also for values that are not finite. For `fp8_ds_mla`, the first 448
+    channels are rounded to bfloat16 and then, in blocks of 64, to `fp8(x / 2**e)` with
+    `e = ceil(log2(max(amax, 1e-4) / 448))` and the scale byte `e + 127`; the 64 RoPE channels stay bfloat16.
 
     Args:
       k: `[T, head_dim]` bfloat16 or float32.
       cache: of `cache_format`, as `CacheFormat.allocate` makes it; updated in place when donated.
-      slots: `[T]` int32, `page * page_rows + row`, distinct; a slot outside the cache, as padding's -1 is, stores
-        nothing.
-      page_rows: rows of a page.
+      slots: `[T]` int32, `page * page_rows + row`, distinct; a slot outside the cache, such as padding's -1,
+        stores nothing.
+      page_rows: rows per page.
       cache_format: name of the `CacheFormat`.
-      kv_scale: `[]` float32, what values are divided by; for the format `fp8` alone, and needed there.
-      implementation: "xla", "triton" or None: the platform switch chooses.
+      kv_scale: `[]` float32, the divisor of values; needed for the format `fp8`, None for all others.
+      implementation: "xla" or "triton"; None lets the platform switch choose.
 
     Returns:
       The cache.
@@ -59,4 +59,10 @@ def _triton():
     return implement
 
 
-OP = Op("quantize_and_insert_k_cache", updates=(1,), xla=reference.implement, triton=_triton)
+OP = Op(
+    "quantize_and_insert_k_cache",
+    updates=(1,),
+    xla=reference.implement,
+    triton=_triton,
+    fp8=lambda *, cache_format, **_: CACHE_FORMATS[cache_format].fp8,
+)

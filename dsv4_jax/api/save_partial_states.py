@@ -1,4 +1,4 @@
-"""`save_partial_states`: a token's kv and biased score go into its row of the state cache."""
+"""`save_partial_states`: writes each token's kv and biased score to its row of the state cache."""
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,13 @@ def save_partial_states(
 
     Args:
       kv: `[T, W]` float32 or bfloat16.
-      score: `[T, W]`, of kv's dtype.
+      score: `[T, W]`, of the same dtype as kv.
       ape: `[compress_ratio, W]` float32, the position bias.
       positions: `[T]` int32; a token with a negative position writes nothing.
       state_cache: `[pages, page_rows, 2W]` float32, kv in the first half of a row; updated in place when donated.
       slot_mapping: `[T]` int32, `page * page_rows + row`, distinct; a slot outside the cache writes nothing.
-      compress_ratio: m.
-      implementation: "xla", "triton" or None: the platform switch chooses.
+      compress_ratio: m, tokens per key.
+      implementation: "xla" or "triton"; None lets the platform switch choose.
 
     Returns:
       The state cache.

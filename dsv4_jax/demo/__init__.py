@@ -1,1 +1,1 @@
-"""`python -m dsv4_jax demo`: a text through all compressors, every stored byte checked."""
+"""`python -m dsv4_jax demo`: runs a text through all compressors and checks every stored byte."""

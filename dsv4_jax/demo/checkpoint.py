@@ -1,4 +1,4 @@
-"""The weights of one CSA layer and one HCA layer of a checkpoint, for the demo."""
+"""The demo's weights from a checkpoint: one CSA layer and one HCA layer."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from dsv4_jax.demo.weights import BadInput, Weights, default_configs, random_emb
 
 
 def checkpoint_weights(path: str, first_layer: int) -> dict[str, tuple[CompressorConfig, Weights]]:
-    """Configs and weights by the compressor's name, of the first CSA and HCA layers from `first_layer` on."""
+    """By the compressor's name, configs and weights of the first CSA and HCA layers from `first_layer` on."""
     try:
         checkpoint = Checkpoint(path)
         layers = {"CSA": _first(checkpoint, "CSA", 4, first_layer), "HCA": _first(checkpoint, "HCA", 128, first_layer)}

@@ -13,18 +13,19 @@ from dsv4_jax import CompressorConfig, CompressorMetadata, compress
 from dsv4_jax.demo.weights import Weights
 
 CHUNKS = (150, 47, 256, 90, 13)  # prefill, taken in turn
-DECODE = 32  # the last tokens of each request come one by one
-SPARE_PAGES = 3  # that belong to no request
+DECODE = 32  # each request's last tokens, which come one by one
+SPARE_PAGES = 3  # pages that belong to no request
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one compressor was given and what it left.
+    """What one compressor read and what it wrote.
 
     Attributes:
-      kv_score: for each request `[tokens, 2W]`, the projection's output.
-      slots: for each request `[windows]`, the cache slots of its keys.
-      before, after: the cache `[pages, page_bytes]`.
+      kv_score: per request `[tokens, 2W]`, the projection's output.
+      slots: per request `[windows]`, the cache slots of its keys.
+      before: the cache before the run, `[pages, page_bytes]`.
+      after: the cache after it.
     """
 
     kv_score: list[np.ndarray]
@@ -34,7 +35,7 @@ class Result:
 
 
 def split(tokens: np.ndarray) -> list[np.ndarray]:
-    """Cuts a text into up to three requests; the first one's last HCA window closes while it decodes."""
+    """Cuts a text into up to three requests. The first request's last HCA window closes while it decodes."""
     first = len(tokens) // 2
     if first >= 128:
         first = first // 128 * 128 + 9
@@ -43,7 +44,7 @@ def split(tokens: np.ndarray) -> list[np.ndarray]:
 
 
 def schedule(lengths: list[int]) -> list[tuple[np.ndarray, int]]:
-    """Tokens of each request in every step, and the batch length that the step is padded to."""
+    """For each step: how many tokens each request has, and the length to which the batch is padded."""
     totals = np.array(lengths)
     left = np.maximum(totals - DECODE, 0)
     prefill = []
@@ -53,7 +54,7 @@ def schedule(lengths: list[int]) -> list[tuple[np.ndarray, int]]:
             break
         prefill.append(counts)
         left = left - counts
-    # One padded length for all prefill steps and one for all decode steps, so that each is compiled once.
+    # Prefill steps share one padded length and decode steps another, so each kind is compiled once.
     most = max((int(counts.sum()) for counts in prefill), default=0)
     decode = [(np.minimum(totals, DECODE) > i).astype(np.int64) for i in range(min(DECODE, max(lengths)))]
     return [(counts, most) for counts in prefill] + [(counts, len(lengths)) for counts in decode]
@@ -66,13 +67,13 @@ def run(
     implementation: str | None,
     progress: Callable[[], None],
 ) -> Result:
-    """Takes the requests' tokens through one compressor; calls `progress` after each step."""
+    """Runs the requests' tokens through one compressor; calls `progress` after each step."""
     rng = np.random.default_rng(1)
     lengths = [len(tokens) for tokens in requests]
     windows = [n // config.compress_ratio for n in lengths]
     block_table, pages = _shuffled_pages(lengths, config.page_rows, rng)
     kv_block_table, kv_pages = _shuffled_pages(windows, config.kv_page_rows, rng)
-    # NaN makes a state that was never saved show; random bytes make a stray write show.
+    # NaN reveals a state that was never saved; random bytes reveal a stray write.
     state_cache = jnp.full((pages, config.page_rows, 2 * config.width), jnp.nan, jnp.float32)
     before = rng.integers(0, 256, config.format.allocate(kv_pages, config.kv_page_rows).shape, np.uint8)
     kv_cache = jnp.array(before)
@@ -108,7 +109,7 @@ def step(
     state_cache, kv_cache, tokens, weights, cos_sin, query_start_loc, seq_lens, block_table, kv_block_table,
     *, config, implementation,
 ):  # fmt: skip
-    """One step of a model that has nothing but a compressor; also returns the projection's output."""
+    """One step of a model that is only a compressor; also returns the projection's output."""
     metadata = CompressorMetadata.build(
         config, query_start_loc, seq_lens, block_table, kv_block_table, num_tokens=len(tokens)
     )
@@ -121,7 +122,7 @@ def step(
 
 
 def _shuffled_pages(rows, page_rows, rng):
-    """A block table `[R, B]` over pages in random order, -1 where a request has none, and the number of pages."""
+    """A block table `[R, B]` with pages in random order, padded with -1, and the number of pages."""
     counts = [-(-n // page_rows) for n in rows]
     pages = rng.permutation(sum(counts) + SPARE_PAGES).astype(np.int32)
     table = np.full((len(rows), max(*counts, 1)), -1, np.int32)

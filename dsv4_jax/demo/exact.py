@@ -1,8 +1,7 @@
-"""What the cache must hold, computed apart from the package: float64 NumPy, from the projection's output to the error
-that the format allows.
+"""What the cache must hold, in float64 NumPy: from the projection's output to the error that the format allows.
 
-Nothing here comes from the code that is checked: softmax, RMSNorm, YaRN, the layout of a page and the decoding of its
-bytes are written out again, plainly.
+This module uses nothing of the code that it checks. It writes out softmax, RMSNorm, YaRN, the layout of a page and the
+decoding of its bytes again, plainly.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ import numpy as np
 ULP32 = 2.0**-24  # half an ulp of a float32, relative
 VALUE_SCALE_BYTES = {"fp8_ds_mla": (576, 8), "indexer_fp8": (128, 4), "indexer_mxfp4": (64, 4)}
 BLOCK = {"fp8_ds_mla": 64, "indexer_fp8": 128, "indexer_mxfp4": 32}
-# A block's largest magnitude is at least the first number, and is scaled to at most the second.
+# A block's largest magnitude counts as at least the first number, and is scaled to at most the second.
 AMAX = {"fp8_ds_mla": (1e-4, 448.0), "indexer_fp8": (1e-4, 448.0), "indexer_mxfp4": (6 * 2.0**-126, 6.0)}
 
 
@@ -22,10 +21,10 @@ class Verdict:
     """How a cache compares with exact keys.
 
     Attributes:
-      values: `[windows, D]`, what the cache holds, dequantized.
-      exact: `[windows, D]`, what it stands for.
+      values: `[windows, D]`, the cache's keys, dequantized.
+      exact: `[windows, D]`, the exact keys.
       error: `[windows, D]`, their distance as a fraction of what is allowed; above 1 is a fault.
-      faults: a line for each kind of fault.
+      faults: one line per kind of fault.
     """
 
     values: np.ndarray
@@ -35,7 +34,7 @@ class Verdict:
 
 
 def keys(kv_score, ape, norm_weight, config):
-    """The keys `[windows, D]` of one request's tokens `[T, 2W]`, and how far float32 arithmetic may be from them."""
+    """The keys `[windows, D]` of one request's tokens `[T, 2W]`, and how far off float32 arithmetic may be."""
     m, d, w = config.compress_ratio, config.head_dim, config.width
     count = len(kv_score) // m
     rows = np.asarray(kv_score[: count * m], np.float64).reshape(count, m, 2 * w)
@@ -46,7 +45,7 @@ def keys(kv_score, ape, norm_weight, config):
     weight = np.exp(score - score.max(axis=1, keepdims=True))
     weight /= weight.sum(axis=1, keepdims=True)
     c = (weight * kv).sum(axis=1)
-    # A sum of n terms, and weights whose exponents were rounded: both relative to what the sum adds up, not to the sum.
+    # A sum of n terms, and weights with rounded exponents. Both errors are relative to the sum of magnitudes.
     largest = np.abs(score[np.isfinite(score)]).max(initial=0)
     slack = (2 * kv.shape[1] + 4 * largest + 16) * ULP32 * (weight * np.abs(kv)).sum(axis=1)
 
@@ -55,7 +54,7 @@ def keys(kv_score, ape, norm_weight, config):
 
 
 def _with_window_before(x, d, missing):
-    """`[windows, 2m, D]`: the window before speaks through the first D columns, the window itself through the rest."""
+    """`[windows, 2m, D]`: the first D columns of the window before, then the other columns of the window itself."""
     before = np.full_like(x[..., :d], missing)
     before[1:] = x[:-1, :, :d]
     return np.concatenate([before, x[..., d:]], axis=1)
@@ -77,7 +76,7 @@ def _rotate(x, slack, positions, config):
 
 
 def _frequencies(rope, dim):
-    """YaRN: pairs that turn often within the original context keep their frequency, slow ones are slowed further."""
+    """YaRN: pairs that turn often within the original context keep their frequency; slow ones get slower."""
     pair = np.arange(dim // 2)
     kept = rope.theta ** (-2.0 * pair / dim)
     if rope.factor == 1:
@@ -99,16 +98,16 @@ def check(before, after, slots, exact, slack, config) -> Verdict:
 
     scaled = values.shape[1] - (64 if fmt == "fp8_ds_mla" else 0)
     largest, extra = (np.abs(x[:, :scaled]).reshape(len(x), scaled // block, block).max(axis=2) for x in (exact, slack))
-    margin = largest * 2.0**-8 + extra  # bfloat16 and float32 may carry it across a power of two
+    margin = largest * 2.0**-8 + extra  # rounding to bfloat16 or float32 may cross a power of two
     low, high = _exponent(largest - margin, *AMAX[fmt]), _exponent(largest + margin, *AMAX[fmt])
     if wrong := np.count_nonzero((exponents < low) | (exponents > high)):
         faults.append(f"{wrong} of {exponents.size} block scales are wrong")
 
-    # Values are rounded to bfloat16 on their way; under a shared scale they are rounded once more.
+    # Values are rounded to bfloat16 first. Under a shared scale they are rounded once more.
     allowed = slack + _half_step(exact, 7, -126)
     step = 2.0 ** np.repeat(np.clip(exponents, low, high), block, axis=1)
     y = exact[:, :scaled] / step
-    # E2M1 has one bit of mantissa, e4m3 three; below their least exponent steps stay as wide.
+    # E2M1 has one mantissa bit, e4m3 three. Below the least exponent, the step stays the same.
     allowed[:, :scaled] += step * (_half_step(y, 1, 0) if fmt == "indexer_mxfp4" else _half_step(y, 3, -6))
     error = np.nan_to_num(np.abs(values - exact) / allowed, nan=np.inf)
     if wrong := np.count_nonzero(error > 1):
@@ -126,7 +125,7 @@ def check(before, after, slots, exact, slack, config) -> Verdict:
 
 
 def _where(slots, config):
-    """Page and bytes of the rows at `slots`: all values of a page come first, then all scales."""
+    """Page and bytes of the rows at `slots`; in a page, all values come before all scales."""
     values, scales = VALUE_SCALE_BYTES[config.cache_format]
     page, row = np.divmod(np.asarray(slots, np.int64)[:, None], config.kv_page_rows)
     value_bytes = row * values + np.arange(values)
@@ -159,7 +158,7 @@ def _decode(row, fmt):
 
 
 def _small_float(mantissa_bits, bias, codes):
-    """The values of all codes of a small float: sign, exponent, mantissa; subnormal where the exponent is 0."""
+    """The values of all codes of a small float: sign, exponent, mantissa; subnormal if the exponent is 0."""
     code = np.arange(codes // 2)
     exponent, mantissa = code >> mantissa_bits, code % 2**mantissa_bits / 2**mantissa_bits
     positive = np.where(exponent, 1 + mantissa, 2 * mantissa) * 2.0 ** (exponent - bias)
@@ -172,7 +171,7 @@ _E4M3[[0x7F, 0xFF]] = np.nan
 
 
 def _half_step(x, mantissa_bits, least_exponent):
-    """Half the distance between neighbors of a binary float around x."""
+    """Half the distance between the binary floats around x."""
     exponent = np.frexp(x)[1] - 1
     return 2.0 ** (np.maximum(np.where(x == 0, least_exponent, exponent), least_exponent) - mantissa_bits - 1)
 

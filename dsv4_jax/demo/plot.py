@@ -1,4 +1,4 @@
-"""The picture: what the caches hold, what they stand for, and how far apart the two are."""
+"""The picture: the cache's keys, the exact keys, and the error between them."""
 
 import itertools
 
@@ -10,15 +10,15 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 INK, FAINT, ROPE = "#22262b", "#7a818b", "#e0892b"
-MOST_KEYS = 96  # more would be too fine to see
+MOST_KEYS = 96  # more would be too small to see
 
 
 def plot(verdicts: dict, lengths: list[int], output: str) -> None:
-    """Writes a PNG with a row of three panels for each compressor.
+    """Writes a PNG with one row of three panels per compressor.
 
     Args:
-      verdicts: (config, `exact.Verdict`) by the compressor's name.
-      lengths: tokens of each request.
+      verdicts: by the compressor's name, its config and `exact.Verdict`.
+      lengths: the length of each request in tokens.
       output: path of the PNG.
     """
     plt.rcParams.update({"text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK})
@@ -54,7 +54,7 @@ def plot(verdicts: dict, lengths: list[int], output: str) -> None:
 
 
 def _panel(axis, image, edges, config, **colors):
-    """A heat map, keys downwards; a line where a request ends."""
+    """A heat map with one row per key, and a line where a request ends."""
     image = image[:MOST_KEYS]
     drawn = axis.imshow(
         image if image.size else np.zeros((1, config.head_dim)), aspect="auto", interpolation="nearest", **colors

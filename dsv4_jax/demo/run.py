@@ -1,4 +1,4 @@
-"""Runs the demo and reports: a table, a picture, an exit code."""
+"""Runs the demo and reports a table, a picture and an exit code."""
 
 import importlib.resources
 import os
@@ -60,7 +60,7 @@ def main(
 
 
 class Progress:
-    """A bar that redraws itself on a terminal, and prints a line every quarter elsewhere."""
+    """A progress bar: redrawn on a terminal, printed at every quarter elsewhere."""
 
     WIDTH = 30
 
@@ -70,7 +70,7 @@ class Progress:
         self.terminal = self.stream.isatty()
 
     def step(self, label: str) -> None:
-        """One more step is done."""
+        """Counts one more step as done."""
         before = self.done
         self.done += 1
         if not self.terminal and self.done * 4 // self.total == before * 4 // self.total:
@@ -82,7 +82,7 @@ class Progress:
         self.stream.flush()
 
     def finish(self) -> None:
-        """Leaves the line."""
+        """Ends the bar's line."""
         if self.terminal:
             self.stream.write("\n")
 

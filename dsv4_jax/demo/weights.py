@@ -1,4 +1,4 @@
-"""The compressors that the demo runs, and random weights for them."""
+"""The compressors in the demo, and random weights for them."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ VOCABULARY = 256  # tokens are bytes
 
 
 class BadInput(Exception):
-    """Something is wrong with what the user gave; the message says what, in one line."""
+    """The user's input is unusable; the message says why, in one line."""
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +27,7 @@ class Weights:
 
 
 def default_configs() -> dict[str, CompressorConfig]:
-    """DeepSeek-V4's compressors by the name that the demo shows."""
+    """DeepSeek-V4's compressors, by the names that the demo prints."""
     return {
         "CSA": CompressorConfig.csa(),
         "HCA": CompressorConfig.hca(),
@@ -37,7 +37,7 @@ def default_configs() -> dict[str, CompressorConfig]:
 
 
 def random_weights() -> dict[str, tuple[CompressorConfig, Weights]]:
-    """Weights of plausible size: channels of different strength, scores far enough apart that the softmax chooses."""
+    """Weights of plausible size: channels differ in strength, and scores differ enough for the softmax to choose."""
     rng = np.random.default_rng(0)
     embedding = random_embedding(HIDDEN)
 
@@ -56,7 +56,7 @@ def random_weights() -> dict[str, tuple[CompressorConfig, Weights]]:
 
 
 def random_embedding(hidden: int) -> np.ndarray:
-    """A row of random numbers for each byte; part of it is common to all, as in hidden states of trained models."""
+    """One random row per byte. All rows have a part in common, like hidden states of trained models."""
     rng = np.random.default_rng(2)
     common = rng.standard_normal(hidden)
     return (0.6 * common + 0.8 * rng.standard_normal((VOCABULARY, hidden))).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The same kernels through `cutlass.jax.cutlass_call`, which calls no Python: what the bridge is measured against."""
+"""CuTeDSL kernels through `cutlass.jax.cutlass_call`, which calls no Python: what the bridge is measured against."""
 
 import cutlass
 import cutlass.cute as cute

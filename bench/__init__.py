@@ -1,0 +1,1 @@
+"""Benchmarks: the time of an op inside `jax.jit` against the least time that its bytes and its arithmetic take."""
