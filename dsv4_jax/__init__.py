@@ -24,6 +24,7 @@ from dsv4_jax.api.save_partial_states import save_partial_states
 from dsv4_jax.cache import CACHE_FORMATS, CacheFormat
 from dsv4_jax.checkpoint import load_compressors
 from dsv4_jax.config import CompressorConfig
+from dsv4_jax.export import EXPORT_DISABLED_CHECKS
 from dsv4_jax.metadata import CompressorMetadata
 from dsv4_jax.rope import Yarn
 from dsv4_jax.sharding import refuse_sharded
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CACHE_FORMATS",
+    "EXPORT_DISABLED_CHECKS",
     "CacheFormat",
     "CompressorConfig",
     "CompressorMetadata",

@@ -88,8 +88,8 @@ row, slot, cache = jnp.ones((1, 128)), jnp.zeros(1, jnp.int32), jnp.zeros((1, 1,
 save = lambda row, slot, cache: dsv4_jax.save_partial_states(
     row, row, row, slot, cache, slot, compress_ratio=1, implementation="triton"
 )
-allowed = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
 with under(kind) if kind else contextlib.nullcontext():
+    allowed = dsv4_jax.EXPORT_DISABLED_CHECKS
     exported = jax.export.export(jax.jit(save), platforms=[platform], disabled_checks=allowed)(row, slot, cache)
 print(exported.platforms, "triton_kernel_call_ffi" in exported.mlir_module())
 """
