@@ -26,6 +26,7 @@ from dsv4_jax.checkpoint import load_compressors
 from dsv4_jax.config import CompressorConfig
 from dsv4_jax.metadata import CompressorMetadata
 from dsv4_jax.rope import Yarn
+from dsv4_jax.sharding import refuse_sharded
 
 if TYPE_CHECKING:
     from dsv4_jax.compressor import DeepseekCompressor
@@ -56,6 +57,7 @@ __all__ = [
     "norm_rope_insert_sparse_attn_cutedsl",
     "prepare_megamoe_inputs",
     "quantize_and_insert_k_cache",
+    "refuse_sharded",
     "save_partial_states",
 ]
 

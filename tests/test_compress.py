@@ -198,6 +198,8 @@ def test_wrong_data_writes_nothing(implementation):
     ):
         exact = ops.rows(batch, state, from_batch=from_batch)
         assert exact.tokens.tolist() == [31, 35, 39]
+        if from_batch:  # row 27 does not say that it is position 27: the window of 31 has a gap
+            exact = ops.without(exact, 31)
         oracle.assert_same_cache(cache, batch.cache, exact, config)
 
 

@@ -153,7 +153,7 @@ def shape():
     from dsv4_jax.nvidia.ops.helpers import launch
 
     return launch.Shape(
-        ratio=4, overlap=True, head_dim=512, rope_dim=64, eps=1e-6, page_rows=4, kv_page_rows=64, format="bf16",
+        ratio=4, window=8, head_dim=512, width=1024, rope_dim=64, eps=1e-6, page_rows=4, kv_page_rows=64, format="bf16",
         page_bytes=64 * 1024, dtype="float32", norm_dtype="float32", save="tail", resident=4,
     )  # fmt: skip
 

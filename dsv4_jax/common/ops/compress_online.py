@@ -109,8 +109,9 @@ def _online_walk_kernel(
         rows = Rows(kv_score, ape, state_cache, state_pages)
         for begin in range(0, count, LOADED):
             index = tl.arange(0, LOADED)
+            start = first + begin
             phase = (position + begin + index) % RATIO
-            kvs, scores = load_rows(rows, first + begin, phase, index, begin + index < count, channels, HEAD_DIM)
+            kvs, scores = load_rows(rows, start, phase, index, begin + index < count, channels, HEAD_DIM)
             for i in range(tl.minimum(LOADED, count - begin)):
                 row = first + begin + i
                 here = position + begin + i
@@ -209,14 +210,14 @@ def fold_window(rows, entry, before, channels, shape):
     """The state `[channels]` after a batch row: the rows of its window in the batch, and the state before those."""
     RATIO: tl.constexpr = shape.RATIO
     element = tl.arange(0, RATIO)
-    phase = entry.position % RATIO
-    back = phase - element
-    if (entry.in_batch >= RATIO) & (entry.row >= RATIO - 1) & (phase == RATIO - 1):
+    back = entry.position % RATIO - element
+    if (entry.in_batch >= RATIO) & (entry.row >= RATIO - 1) & (entry.position % RATIO == RATIO - 1):
         # The common case of a prefill: nothing to mask.
         kv, score = load_rows(rows, entry.row - (RATIO - 1), element, element, None, channels, shape.HEAD_DIM)
     else:
         present = (back >= 0) & (back < entry.in_batch) & (back <= entry.row)
-        kv, score = load_rows(rows, entry.row - phase, element, element, present, channels, shape.HEAD_DIM)
+        start = entry.row - entry.position % RATIO
+        kv, score = load_rows(rows, start, element, element, present, channels, shape.HEAD_DIM)
     maximum, total, weighted = fold(kv, score)
     old_maximum, old_total, old_weighted = load_state(
         rows.state_cache, before, channels, rows.state_pages, shape.HEAD_DIM, shape.PAGE_ROWS

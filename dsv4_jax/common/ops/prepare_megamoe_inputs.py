@@ -28,6 +28,7 @@ def implement(hidden, topk_weights, topk_ids, is_padding, *, outputs):
         outputs={"x": x, "scales": scales, "ids": ids, "weights": weights},
         num_warps=4,
         constants={
+            "PADDING": is_padding is not None,
             "TOPK": topk,
             "TOPK_PAD": triton.next_power_of_2(topk),
             "BLOCK": reference.BLOCK,
@@ -47,7 +48,7 @@ def implement(hidden, topk_weights, topk_ids, is_padding, *, outputs):
 @triton.jit
 def _prepare_kernel(
     hidden, topk_weights, topk_ids, is_padding, x, scales, ids, weights, quads, quantizing, tokens,
-    TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    PADDING: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
@@ -70,7 +71,7 @@ def _prepare_kernel(
         at = token.to(tl.int64)[:, None] * TOPK + expert
         id = tl.maximum(tl.load(topk_ids + at, mask=real), -1)
         weight = tl.load(topk_weights + at, mask=real)
-        if is_padding is not None:
+        if PADDING:
             padding = (tl.load(is_padding + token, mask=token < tokens, other=0) != 0)[:, None]
             id = tl.where(padding, -1, id)
             weight = tl.where(padding, 0.0, weight)

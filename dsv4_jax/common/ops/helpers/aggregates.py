@@ -6,7 +6,7 @@ A launch passes loose arguments. A kernel bundles them in its first lines, and i
 import triton
 import triton.language as tl
 
-# jax-triton turns an integer argument that is 1 into a constant, and an array argument that is None.
+# jax-triton turns an integer argument that is 1 into a constant.
 MaybeConstant = tl.tensor | tl.constexpr
 
 
@@ -51,11 +51,11 @@ class Entry:
 class Rows:
     """Where rows of kv and score come from: the batch with its position bias, and the state cache.
 
-    Without `FROM_BATCH` in the shape, `kv_score` and `ape` are None.
+    Without `FROM_BATCH` in the shape, `kv_score` and `ape` must not be read.
     """
 
-    kv_score: MaybeConstant
-    ape: MaybeConstant
+    kv_score: tl.tensor
+    ape: tl.tensor
     state_cache: tl.tensor
     state_pages: MaybeConstant
 
@@ -87,10 +87,10 @@ class Saving:
 
 @triton.aggregate
 class Cache:
-    """A cache of keys and its format; `scale` is read for the format `fp8` alone, and may be None for others."""
+    """A cache of keys and its format; `scale` is read for the format `fp8` alone."""
 
     pages: tl.tensor
-    scale: MaybeConstant
+    scale: tl.tensor
     FORMAT: tl.constexpr
     HEAD_DIM: tl.constexpr
     PAGE_ROWS: tl.constexpr

@@ -43,6 +43,9 @@ def launch(kernel, grid: int, *, updates=(), outputs=None, num_warps: int, const
     Returns:
       The updated arrays, then the outputs.
     """
+    # A kernel has a pointer for every array. Where an array is absent, another stands in.
+    stand_in = next(value for value in args.values() if not (value is None or isinstance(value, int)))
+    args = {name: stand_in if value is None else value for name, value in args.items()}
     compiled = isinstance(kernel, triton.runtime.JITFunction)
     launcher = _launcher.get() or (_launch_gpu if compiled else _launch_interpreted)
     return launcher(kernel, grid, updates, outputs or {}, num_warps, constants, args)
@@ -57,7 +60,7 @@ def _launch_gpu(kernel, grid, updates, outputs, num_warps, constants, args):
             f"Triton must know the GPU that it compiles for, and this machine has none of {platform}; "
             f"{gpus.how_to_name(platform)}, or use implementation='xla'"
         )
-    operands = [name for name in kernel.arg_names if args.get(name) is not None]
+    operands = [name for name in kernel.arg_names if name in args]
     with warnings.catch_warnings():
         # jax-triton asks for Refs instead; an alias says the same and works inside a primitive's lowering.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
@@ -79,13 +82,15 @@ def _launch_gpu(kernel, grid, updates, outputs, num_warps, constants, args):
 def _launch_interpreted(kernel, grid, updates, outputs, _, constants, args):
     import bridge
 
-    rest = {name: value for name, value in args.items() if value is None or isinstance(value, int)}
-    names = [name for name in args if name not in rest]
+    names = [name for name, value in args.items() if not isinstance(value, int)]
+    numbers = {name: value for name, value in args.items() if isinstance(value, int)}
 
     def run(*tensors):
-        arrays = dict(zip([*names, *outputs], tensors, strict=True))
+        # The interpreter cannot copy a tensor without elements; one that has some stands in, and is not read.
+        filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+        arrays = dict(zip([*names, *outputs], filled, strict=True))
         with interpreter.amended():
-            kernel[(grid,)](**arrays, **rest, **constants)
+            kernel[(grid,)](**arrays, **numbers, **constants)
 
     results = bridge.torch_call(
         run,

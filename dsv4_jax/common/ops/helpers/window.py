@@ -98,13 +98,13 @@ def _sum_by_pieces(rows, entry, slots_at, channels, shape):
 
 @triton.jit
 def _columns(rows, element, channels, shape):
-    """Columns `[elements, channels]` of kv, and where the position bias of each lies (None where no row needs it)."""
+    """Columns `[elements, channels]` of kv, and where the position bias of each lies."""
     # With overlap the older half of the window reads the first D columns, the newer half the last D. Arithmetic, not
     # tl.where: after tl.where Triton no longer sees that neighboring channels are neighbors, and loads them one by one.
     half = element // shape.RATIO * shape.HEAD_DIM if shape.WINDOW > shape.RATIO else element * 0
     columns = half[:, None] + channels[None, :]
     phase = (element % shape.RATIO * shape.WIDTH)[:, None]
-    return columns, rows.ape + phase + columns if shape.FROM_BATCH else None
+    return columns, rows.ape + phase + columns
 
 
 @triton.jit

@@ -23,7 +23,7 @@ class Shape:
     `resident` than few.)
 
     Attributes:
-      ratio, overlap, head_dim, rope_dim, eps, page_rows, kv_page_rows: of the `CompressorConfig`.
+      ratio, window, head_dim, width, rope_dim, eps, page_rows, kv_page_rows: of the `CompressorConfig`.
       format: of the cache, or "compressed": float32 rows before RMSNorm, by window.
       page_bytes: of a cache page.
       dtype: of `kv_score`, or None: every row comes from the state cache.
@@ -33,8 +33,9 @@ class Shape:
     """
 
     ratio: int
-    overlap: bool
+    window: int
     head_dim: int
+    width: int
     rope_dim: int
     eps: float
     page_rows: int
@@ -47,12 +48,8 @@ class Shape:
     resident: int
 
     @property
-    def window(self) -> int:
-        return self.ratio * (2 if self.overlap else 1)
-
-    @property
-    def width(self) -> int:
-        return self.head_dim * (2 if self.overlap else 1)
+    def overlap(self) -> bool:
+        return self.window > self.ratio
 
     @property
     def from_batch(self) -> bool:
