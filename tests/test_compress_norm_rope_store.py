@@ -1,9 +1,10 @@
-"""`compress_norm_rope_store` where the state cache lacks rows; test_compress.py has formats, pages and batches."""
+"""`compress_norm_rope_store` where the state cache lacks rows, and by its names; test_compress.py has the formats."""
 
 import dataclasses
 
 import numpy as np
-from helpers import ops, oracle
+import pytest
+from helpers import named, ops, oracle
 from helpers.batches import random_batch
 
 
@@ -37,3 +38,17 @@ def test_absent_rows(implementation):
     exact = ops.rows(one, state, from_batch=False)
     assert exact.tokens.tolist() == [7]
     oracle.assert_same_cache(ops.store(one, state, implementation=implementation), batch.cache, exact, config)
+
+
+CUTEDSL = ["compress_norm_rope_store_cutedsl", "fused_kv_compress_norm_rope_insert_sparse_attn_cutedsl"]
+
+
+@pytest.mark.parametrize("name", CUTEDSL)
+@pytest.mark.parametrize(("kind", "kernel"), [("csa", "_short_windows"), ("hca", "_long_windows")])
+def test_named_kernels_are_one_launch(name, kind, kernel, compiled_kernels):
+    named.check_one_launch(name, kind, kernel, "fp8_ds_mla", compiled_kernels)
+
+
+@pytest.mark.parametrize("name", CUTEDSL)
+def test_named_kernels_say_what_is_missing(name, monkeypatch):
+    named.check_says_what_is_missing(name, monkeypatch)
