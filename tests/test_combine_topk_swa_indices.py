@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import golden
 from helpers.indices import EXTREMES, MOST, same
+from helpers.sweep import sweep
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -75,7 +76,7 @@ RAGGED = {
 }
 
 
-@pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.parametrize("name", ["decode", "chunked", "nothing", *sweep("one token", "prefill", "no requests")])
 @pytest.mark.parametrize(("window", "ratio", "topk", "columns"), [(128, 4, 8, 8), (1, 1, 200, 203), (9, 128, 0, 0)])
 def test_sizes(name, window, ratio, topk, columns, implementation):
     rng = np.random.default_rng(len(name))
