@@ -49,7 +49,7 @@ def launch_triton(kernel, grid, updates, outputs, num_warps, constants, args):
     """Launches a kernel as `dsv4_jax.common.ops.helpers.launch.launch` does, and returns tensors on the GPU."""
     import torch
 
-    args = {name: arg if isinstance(arg, int) else _on_gpu(arg) for name, arg in args.items()}
+    args = {name: arg if arg is None or isinstance(arg, int) else _on_gpu(arg) for name, arg in args.items()}
     new = {
         name: torch.empty(s.shape, dtype=getattr(torch, np.dtype(s.dtype).name), device="cuda")
         for name, s in outputs.items()

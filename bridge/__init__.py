@@ -3,7 +3,7 @@
 PyTorch is imported when one of these functions is called, not before.
 """
 
-from bridge._call import raw_call, torch_call
+from bridge._call import torch_call
 from bridge._dlpack import to_jax, to_torch
 
-__all__ = ["raw_call", "to_jax", "to_torch", "torch_call"]
+__all__ = ["to_jax", "to_torch", "torch_call"]

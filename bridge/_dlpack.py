@@ -113,8 +113,8 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     Raises:
       TypeError: not a tensor, or a dtype that DLPack can't carry or JAX can't hold (int64, float64 and complex128 need
         `jax_enable_x64`).
-      ValueError: the tensor requires grad, is sparse, is a lazy conjugate or negative, is not contiguous, starts at an
-        address XLA can't use, or is on a device that is neither CPU nor GPU.
+      ValueError: the tensor requires grad, is sparse or nested, is a lazy conjugate or negative, is not contiguous,
+        starts at an address XLA can't use, or is on a device that is neither CPU nor GPU.
     """
     torch = load_torch()
     if not isinstance(tensor, torch.Tensor):
@@ -123,6 +123,10 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         raise TypeError("to_jax: tensor is a FakeTensor, which has no memory; it must be a real one")
     if tensor.device.type not in _ALIGNMENT:
         raise ValueError(f"to_jax: tensor is on device {tensor.device}; it must be on cpu or cuda (ROCm's name too)")
+    if tensor.is_nested:
+        raise ValueError(
+            "to_jax: tensor is a nested one; it must be a single one: use tensor.unbind() or to_padded_tensor"
+        )
     if tensor.layout != torch.strided:
         raise ValueError(f"to_jax: tensor has layout {tensor.layout}; it must be strided: use tensor.to_dense()")
     jax_dtype(tensor.dtype, "to_jax: tensor")

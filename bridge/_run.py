@@ -1,12 +1,11 @@
-"""What happens at each call, and so what must be lean: from XLA's buffers to the function's arguments.
+"""What happens at each call, and so what must be lean: from XLA's buffers to the function's tensors.
 
-A callback here is a function `(ctx, *buffers)` that returns `()`: XLA's context of the call, then all inputs, then all
-results.
+A callback is what `buffer_callback` takes, a function `(ctx, results, *inputs)`: XLA's context of the call, then its
+buffers.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import traceback
 from collections.abc import Callable
@@ -43,27 +42,23 @@ def require_utf8(error: BaseException) -> None:
         raise RuntimeError(escaped) from None
 
 
-# Functions of tensors.
-
-
 def on_cpu(run: Callable) -> Callable:
     """The callback for XLA's CPU runtime: `run` of the buffers, with gradients off."""
     torch = load_torch()
 
-    def callback(_: Any, *buffers: Any) -> tuple:
+    def callback(_: Any, results: list, *inputs: Any) -> None:
         # no_grad's context manager takes several times as long as this.
         graded = torch.is_grad_enabled()
         if graded:
             torch.set_grad_enabled(False)
         try:
-            run(buffers)
+            run([*inputs, *results])
         except BaseException as error:
             require_utf8(error)
             raise
         finally:
             if graded:
                 torch.set_grad_enabled(True)
-        return ()
 
     return callback
 
@@ -73,14 +68,14 @@ def on_gpu(run: Callable) -> Callable:
     torch = load_torch()
     ungraded = on_cpu(run)
 
-    def callback(ctx: Any, *buffers: Any) -> tuple:
+    def callback(ctx: Any, results: list, *inputs: Any) -> None:
         # What the context managers for streams and devices do, without what they look up again and again.
-        _, device = buffers[-1].__dlpack_device__()
+        _, device = results[0].__dlpack_device__()
         device_before = torch.cuda.current_device()
         stream_before = torch.cuda.current_stream(device)
         torch.cuda.set_stream(_stream(ctx.stream, device))  # makes the device current, too
         try:
-            return ungraded(ctx, *buffers)
+            ungraded(ctx, results, *inputs)
         finally:
             torch.cuda.set_stream(stream_before)
             if device_before != device:
@@ -101,7 +96,7 @@ def writer(fn: Callable, name: str, num_in: int, result_avals: tuple, aliases: t
     written = [position for position, index in enumerate(order) if index >= num_in]
     shapes = [(position, result_avals[order[position] - num_in].shape) for position in written]
 
-    def run(buffers: tuple) -> None:
+    def run(buffers: list) -> None:
         tensors = [torch.from_dlpack(buffers[index].__dlpack__()) for index in order]
         returned = fn(*tensors)
         if returned is not None and not any(returned is tensors[position] for position in written):
@@ -126,7 +121,7 @@ def returner(fn: Callable, name: str, num_in: int, out_avals: tuple, out_tree: A
     end = num_in + len(out_avals)
     expected = [(aval.shape, torch_dtype(aval.dtype, name)) for aval in out_avals]
 
-    def run(buffers: tuple) -> None:
+    def run(buffers: list) -> None:
         tensors = [torch.from_dlpack(buffer.__dlpack__()) for buffer in buffers]
         returned = fn(*tensors[:num_in], *tensors[end:])
         leaves, tree = jax.tree.flatten(returned)
@@ -142,75 +137,6 @@ def returner(fn: Callable, name: str, num_in: int, out_avals: tuple, out_tree: A
             output.copy_(leaf)
 
     return run
-
-
-# Functions of addresses.
-
-
-def launcher(fn: Callable, name: str, num_in: int, num_results: int, aliases: tuple, gpu: bool) -> Callable:
-    """The callback that passes `fn` XLA's stream and the buffers' addresses."""
-    order = order_of(num_in, num_results, aliases)
-    words: Any = None
-
-    def callback(ctx: Any, *buffers: Any) -> tuple:
-        nonlocal words
-        if words is None:
-            words = _words_by_hash(buffers)
-        if words:
-            addresses = [words[hash(buffers[index])] for index in order]
-        else:
-            addresses = [_dlpack_address(buffers[index]) for index in order]
-        try:
-            returned = fn(ctx.stream if gpu else 0, *addresses)
-        except BaseException as error:
-            require_utf8(error)
-            raise
-        if returned is not None:
-            raise TypeError(f"raw_call: {name} returned a {type(returned).__name__}, which would be lost")
-        return ()
-
-    return callback
-
-
-def _words_by_hash(buffers: tuple) -> memoryview | bool:
-    """`words`, of which `words[hash(buffer)]` is the address of a buffer's data, or False.
-
-    jaxlib's `Buffer` gives its address away by DLPack, or on GPUs in a new dict, and either takes up to a microsecond.
-    It also keeps it in a field. Which one is not documented, so it is the only one in which each of `buffers` has what
-    DLPack says of it; if there is no such field, it is to be DLPack.
-
-    The hash of an object that has no other is where it lies, by 16. `id` tells that, too, and so does ctypes, but both
-    raise audit events, and an audit hook written in Python (filelock, which JAX imports, has one) takes longer than all
-    the rest.
-    """
-    addresses = [_dlpack_address(buffer) for buffer in buffers]
-    if not any(addresses) or any(hash(buffer) << 4 != id(buffer) for buffer in buffers):
-        return False
-    fields = range(object.__basicsize__, min(type(buffer).__basicsize__ for buffer in buffers), 8)
-    found = [
-        words
-        for words in map(_every_other_word, fields)
-        if all(words[hash(buffer)] == address for buffer, address in zip(buffers, addresses, strict=True))
-    ]
-    return found[0] if len(found) == 1 else False
-
-
-@functools.cache
-def _every_other_word(start: int) -> memoryview:
-    """All memory: item `i` is the word of eight bytes at `start + 16 * i`."""
-    return memoryview((ctypes.c_uint64 * (1 << 59)).from_address(start)).cast("B").cast("Q")[::2]
-
-
-def _dlpack_address(buffer: Any) -> int:
-    capsule = buffer.__dlpack__()
-    # A DLManagedTensor begins with the address of the data, to which XLA's have no offset.
-    return _word_at(_capsule_pointer(capsule, b"dltensor")).value
-
-
-_word_at = ctypes.c_size_t.from_address
-_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
 
 
 def _described(tree: Any) -> str:

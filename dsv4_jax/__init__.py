@@ -27,8 +27,10 @@ from dsv4_jax.attention_metadata import AttentionMetadata
 from dsv4_jax.cache import CACHE_FORMATS, CacheFormat
 from dsv4_jax.checkpoint import load_compressors
 from dsv4_jax.config import CompressorConfig
+from dsv4_jax.export import EXPORT_DISABLED_CHECKS
 from dsv4_jax.metadata import CompressorMetadata
 from dsv4_jax.rope import Yarn
+from dsv4_jax.sharding import refuse_sharded
 
 if TYPE_CHECKING:
     from dsv4_jax.compressor import DeepseekCompressor
@@ -37,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CACHE_FORMATS",
+    "EXPORT_DISABLED_CHECKS",
     "AttentionMetadata",
     "CacheFormat",
     "CompressorConfig",
@@ -60,6 +63,7 @@ __all__ = [
     "norm_rope_insert_sparse_attn_cutedsl",
     "prepare_megamoe_inputs",
     "quantize_and_insert_k_cache",
+    "refuse_sharded",
     "save_partial_states",
     "sparse_mla_decode",
     "sparse_mla_prefill",

@@ -40,8 +40,8 @@ NAME = re.compile(
     r"(?:(?:language_)?model\.)*layers\.(\d+)\.((?:\w+\.)*?compressor(?:\.\w+)*?)\."
     rf"({'|'.join(map(re.escape, ROLES))})"
 )
-SCALES = ("scale", "weight_scale_inv", "weight_scale")  # instead of `weight`, at the end of the name
-BLOCKS = (128, 32)  # rows, and columns, of a quantized weight under one scale
+SCALES = ("scale", "weight_scale_inv", "weight_scale")  # replaces `weight` at the end of the name
+BLOCKS = (128, 32)  # a scale of a quantized weight covers so many rows and as many columns
 DTYPES = {
     "F32": jnp.float32,
     "F16": jnp.float16,
@@ -187,7 +187,7 @@ class Checkpoint:
         return tensor.map().astype(np.dtype(dtype))
 
     def _others(self, layer: int, indexer: bool) -> str:
-        """What a compressor has under other names, for an error."""
+        """The other tensors of a compressor, for an error message."""
         pattern = re.compile(rf"(?:\w+\.)*layers\.{layer}\.(?:\w+\.)*compressor\.[\w.]+")
         found = [n for n in self.files if pattern.fullmatch(n) and ("indexer" in n.split(".")) == indexer]
         return f"; it has {', '.join(sorted(found))}" if found else ""
@@ -244,7 +244,7 @@ def _files(path: Path) -> dict[str, Path]:
 
 
 def _parsed(text: str | bytes):
-    """JSON of which no object may name a thing twice: Python would take the last."""
+    """Parses JSON and refuses objects with a repeated key, of which Python would take the last."""
 
     def unique(pairs):
         found = dict(pairs)
@@ -261,7 +261,7 @@ def _header(file: Path) -> dict[str, Tensor]:
     return _read_header(file, stat.st_size, stat.st_mtime_ns)
 
 
-@functools.lru_cache(maxsize=256)  # of files as they were
+@functools.lru_cache(maxsize=256)  # size and time are in the key, so a changed file is read again
 def _read_header(file: Path, size: int, _) -> dict[str, Tensor]:
     try:
         with file.open("rb") as stream:

@@ -11,12 +11,13 @@ def array(name: str, value, shape: tuple, dtypes: tuple = (jnp.float32,)) -> jax
     """Returns `value` as a JAX array after checking dtype and shape.
 
     Args:
-      name: of the argument, for the error.
+      name: the argument's name, for the error.
       value: anything array-like.
-      shape: lengths; a string stands for any length.
-      dtypes: those that are accepted.
+      shape: the length of each axis; a string stands for any length.
+      dtypes: the dtypes that are accepted.
     """
-    # JAX would take the one for a scalar, and refuse the other without the argument's name.
+    not_a_ref(name, value)
+    # JAX would take a ShapeDtypeStruct for a scalar, and refuse a masked array without naming the argument.
     other = isinstance(value, jax.ShapeDtypeStruct | np.ma.MaskedArray)
     if other or not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be an array of {_names(dtypes)} {_shape(shape)}")
@@ -26,18 +27,27 @@ def array(name: str, value, shape: tuple, dtypes: tuple = (jnp.float32,)) -> jax
         isinstance(want, int) and want != got for want, got in zip(shape, value.shape, strict=True)
     ):
         raise ValueError(f"{name} has shape {list(value.shape)}; it must be {_shape(shape)}")
-    # A copy of NumPy's: JAX on the CPU may otherwise read its memory later, when the caller has changed it.
+    # Copy NumPy arrays: JAX on the CPU may read their memory later, after the caller has changed it.
     return jnp.asarray(value.copy() if isinstance(value, np.ndarray) else value)
 
 
+def not_a_ref(name: str, value) -> None:
+    """Raises for a `jax.Ref`: an op returns what it updates, and would not know where to write it."""
+    if isinstance(value, jax.Ref):
+        raise TypeError(
+            f"{name} is a jax.Ref; pass its value, {name}[...]. To update it, write the result back: "
+            f"{name}[...] = result"
+        )
+
+
 def integers(name: str, value, shape: tuple) -> jax.Array:
-    """Returns indices as int32; int64 beyond int32's range stays out of range instead of wrapping round."""
+    """Returns indices as int32. An int64 beyond int32's range stays out of range; it does not wrap around."""
     if isinstance(value, list | tuple):
         try:
             value = np.asarray(value, None if len(value) else np.int32)
         except ValueError as error:
             raise ValueError(f"{name} is a {type(value).__name__} that is no array: {error}") from error
-    # NumPy's int64 is clipped as such: JAX would wrap it to int32 where x64 is off.
+    # Clip in NumPy: without x64, JAX would wrap int64 to int32.
     if isinstance(value, np.ndarray) and value.dtype == np.int64:
         value = np.clip(value, -1, 2**31 - 1).astype(np.int32)
     value = array(name, value, shape, (jnp.int32, jnp.int64))

@@ -1,11 +1,13 @@
 """What a compressor is: its window, its head, its cache. Every op takes this one frozen value."""
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import jax
+import jax.export
 
 from dsv4_jax import pretrained
 from dsv4_jax.cache import CACHE_FORMATS, CacheFormat
@@ -17,9 +19,10 @@ State = Literal["rows", "online"]
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class CompressorConfig:
-    """The static description of one compressor: hashable, a static argument of `jax.jit`, or a pytree without leaves.
+    """The static description of one compressor.
 
-    `csa`, `hca` and `indexer` make DeepSeek-V4's three; `dataclasses.replace` changes a field.
+    It is hashable, so it can be a static argument of `jax.jit`; it is also a pytree without leaves. `csa`, `hca` and
+    `indexer` make DeepSeek-V4's three; `dataclasses.replace` changes a field.
 
     Attributes:
       compress_ratio: m, tokens per key; a power of two.
@@ -110,9 +113,9 @@ class CompressorConfig:
         """Reads the compressors of every layer from a DeepSeek-V4 `config.json`.
 
         Both styles are read: the published one (`compress_ratios`, `rope_scaling`, `compress_rope_theta`) and the one
-        that Hugging Face writes back (`layer_types`, `compress_rates`, `rope_parameters`). Where a file has both they
-        must agree. A null is a missing field, and no default is guessed for one. The fields of a model with more than
-        text are read from its `text_config`.
+        that Hugging Face writes back (`layer_types`, `compress_rates`, `rope_parameters`). If a file has both, they
+        must agree. A null counts as a missing field, and no default is guessed for one. If there is a `text_config`,
+        the fields are read from it.
 
         Args:
           config: the parsed file, its path, or the directory that holds it.
@@ -122,8 +125,8 @@ class CompressorConfig:
 
         Returns:
           One tuple for each of the `num_hidden_layers` layers: `()` for sliding-window attention, `(csa, indexer)` or
-          `(hca,)`. What `compress_ratios` lists after them belongs to multi-token prediction and is left out. Page
-          sizes are the defaults, 256 tokens a cache page; `dataclasses.replace` changes them.
+          `(hca,)`. Further entries of `compress_ratios` belong to multi-token prediction and are left out. Page sizes
+          are the defaults, 256 tokens per cache page; `dataclasses.replace` changes them.
 
         Raises:
           ValueError: a field is missing, has a value that the kernels are not made for, or contradicts another. The
@@ -156,3 +159,15 @@ class CompressorConfig:
     def state_width(self) -> int:
         """Channels per row of the state cache: 2W (kv, score), or 3W of the online state (maximum, sum, weighted)."""
         return self.width * (3 if self.state == "online" else 2)
+
+
+jax.export.register_pytree_node_serialization(
+    CompressorConfig,
+    serialized_name="dsv4_jax.CompressorConfig",
+    serialize_auxdata=lambda config: json.dumps(dataclasses.asdict(config)).encode(),
+    deserialize_auxdata=lambda data: _from_dict(json.loads(data)),
+)
+
+
+def _from_dict(fields: dict[str, Any]) -> CompressorConfig:
+    return CompressorConfig(**fields | {"rope": Yarn(**fields["rope"])})

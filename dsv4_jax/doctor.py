@@ -3,7 +3,7 @@
 import os
 import platform
 
-from dsv4_jax import platforms
+from dsv4_jax import gpus, platforms
 from dsv4_jax.op import OPS, Op
 
 PACKAGES = (
@@ -74,6 +74,10 @@ def _print_ops(target):
         print(f"{implementation:9} needs {needs}")
     for (implementation, why), without in reasons.items():
         print(f"no {implementation} for {'any op' if len(without) == len(ops()) else ', '.join(without)}: {why}")
+    if target.arch and (why := gpus.why_no_fp8(target.arch)):
+        print(f"no triton where the format is fp8 for {', '.join(op.name for op in ops() if callable(op.fp8))}: {why}")
+    if target.platform == "rocm":
+        print("A program with Triton's kernels that was compiled for ROCm runs in the process that compiled it alone.")
 
 
 def _failure(implementation, target):
@@ -108,14 +112,16 @@ def _other_problems(target):
         if name and (why := platforms.why_not(name, target)):
             found.append(f"DSV4_JAX_IMPLEMENTATION is {name!r}, which cannot run on {target.platform}: {why}")
     # JAX on CUDA 13 cannot share a process with CuTeDSL's default libraries, which are those of CUDA 12.
-    cuda13 = any(platforms.installed(package) for package in ("jax-cuda13-plugin", "jax-cuda13-pjrt"))
+    cuda13 = target.platform == "cuda" and any(
+        platforms.installed(package) for package in ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+    )
     dsl, dsl13 = (platforms.installed(f"nvidia-cutlass-dsl{end}") for end in ("", "-libs-cu13"))
     if cuda13 and dsl and not dsl13:
         found.append("JAX is for CUDA 13, CuTeDSL is not: pip install nvidia-cutlass-dsl-libs-cu13")
     if target.platform in platforms.GPUS and platforms.installed("torch") and not _torch_has_gpu():
         found.append(
             "JAX has a GPU and torch has none: the bridge cannot run torch code on JAX's arrays; install the torch "
-            f"build for {target.platform}"
+            f"build for {target.platform}" + (" (PyPI's is for CUDA)" if target.platform == "rocm" else "")
         )
     return found
 

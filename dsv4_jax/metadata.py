@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from dsv4_jax import checks
 from dsv4_jax.config import CompressorConfig
+from dsv4_jax.promotion import own_rules
 
 INT32_MAX = 2**31 - 1
 
@@ -15,12 +18,12 @@ INT32_MAX = 2**31 - 1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CompressorMetadata:
-    """The slots of one step's tokens, and the plan: which batch rows close windows, compact.
+    """The slots of one step's tokens, and the plan: which batch rows close windows, and which states to save.
 
-    T tokens of R requests lie one request after another, the tokens of each in position order and side by side; padding
-    (a negative position) may stand before and after them. Everything is int32, and everything is data: new values need
-    no new compilation. -1 is the usual padding; a slot, row or request outside its array writes nothing and reads
-    nothing.
+    The batch has T tokens of R requests, one request after another. The tokens of a request are side by side and in
+    position order; padding (a negative position) may come before and after them. All arrays are int32, and all are
+    data: new values need no new compilation. -1 is the usual padding. A slot, row or request outside its array writes
+    nothing and reads nothing.
 
     Attributes:
       positions: `[T]`, each token's position in its request.
@@ -29,13 +32,13 @@ class CompressorMetadata:
       slot_mapping: `[T]`, state slot of each token: `page * page_rows + row`.
       block_table: `[R, B]`, the state pages; column b holds positions `[b * page_rows, (b + 1) * page_rows)`. With the
         online state `[R, 1]`: the request's only page, whose row `p % page_rows` holds the state after position p.
-      kv_slot_mapping: `[T]`, cache slot of the key that a token closes.
-      closing: `[N, 4]`, the plan of the windows that close, compact, padded with -1: batch row and position of the
-        closing token, cache slot of the key, and how many of the window's last rows are in this batch: those next to
-        each other whose positions say so, the closing token among them. 0 where the batch has more of the window's
-        rows, apart from these: then `compress`, which needs them, makes no key.
-      window_slots: `[N, n]`, the state slots of each window's rows, oldest first, -1 where there is none; with the
-        online state `[N, 1]`, slot of the state before the window's first row in the batch, -1 where it begins there.
+      kv_slot_mapping: `[T]`, cache slot of the key whose window the token closes.
+      closing: `[N, 4]`, the windows that close, compact, padded with -1. Columns: batch row of the closing token, its
+        position, cache slot of the key, and how many of the window's last rows are in this batch. The last column
+        counts the closing token and the batch rows just before it that hold the positions before it. It is 0 if the
+        batch has other rows of the window elsewhere; `compress` then makes no key.
+      window_slots: `[N, n]`, state slots of each window's rows, oldest first; -1 for a row that does not exist. With
+        the online state `[N, 1]`: slot of the state before the window's first row in the batch; -1 if it starts there.
       saving: `[S, 3]`, the states that `save="tail"` writes, compact, padded with -1. Columns: batch row, position,
         state slot. The online state has a fourth: how many of the window's rows, up to this one, are in the batch.
       layout: `CompressorConfig.layout` of the compressor that this was built for; static.
@@ -104,14 +107,15 @@ class CompressorMetadata:
         *,
         rollback: int = 0,
     ) -> "CompressorMetadata":
-        """Builds metadata from slots that a scheduler already has, as vLLM's does. Works under `jax.jit`.
+        """Builds metadata from slots that a scheduler already has, such as vLLM's. Works under `jax.jit`.
 
-        A row of the batch belongs to a window by its position and its request, so padding before or after the tokens of
-        a request changes nothing. Where padding or a position left out stands between them, `compress` stores no key of
-        a window across the gap; with the online state all tokens after the gap save nothing and close nothing. With the
-        online state a slot other than the block table gives for a token's position saves nothing.
+        The position and the request of a batch row say which window it belongs to, so padding before or after the
+        tokens of a request changes nothing. If there is a gap between them (padding, or a missing position), `compress`
+        stores no key for a window across the gap. With the online state, all tokens after the gap save nothing and
+        close nothing, and a token saves nothing if its slot is not the one that the block table gives for its position.
 
-        Args: the attributes of the same names, int32 (int64 where JAX has x64 on); `config` and `rollback` as `build`.
+        The arrays are the attributes of the same names, int32 (or int64, if JAX has x64 on). `config` and `rollback`
+        are as in `build`.
         """
         checks.instance("config", config, CompressorConfig)
         (tokens,) = checks.integers("positions", positions, ("T",)).shape
@@ -137,6 +141,7 @@ class CompressorMetadata:
         ratio = self.layout[0]
         return self.closing.shape[0] * ratio <= 2 * self.positions.shape[0]
 
+    @own_rules()
     def at_layer(self, layer: jax.Array | int, state_pages: int, kv_pages: int) -> "CompressorMetadata":
         """The same step in caches that hold several layers, one after another along the page axis.
 
@@ -199,6 +204,14 @@ def checked_metadata(metadata: CompressorMetadata, config: CompressorConfig) -> 
     return CompressorMetadata(**arrays, layout=metadata.layout)
 
 
+jax.export.register_pytree_node_serialization(
+    CompressorMetadata,
+    serialized_name="dsv4_jax.CompressorMetadata",
+    serialize_auxdata=lambda layout: json.dumps(layout).encode(),
+    deserialize_auxdata=lambda data: (tuple(json.loads(data)[0]),),
+)
+
+
 def _columns(config):
     """How many columns a block table must have."""
     return 1 if config.state == "online" else "B"
@@ -214,6 +227,7 @@ def _check_rollback(config, rollback):
 
 
 # Jitted, so that eager calls cost one launch instead of dozens.
+@own_rules()
 @functools.partial(jax.jit, static_argnames=("config", "num_tokens", "rollback"))
 def _build(config, query_start_loc, seq_lens, block_table, kv_block_table, num_tokens, rollback):
     requests = seq_lens.shape[0]
@@ -231,6 +245,7 @@ def _build(config, query_start_loc, seq_lens, block_table, kv_block_table, num_t
     return _from_slots(config, position, request, slots, kv_slots, block_table, query_start_loc, rollback)
 
 
+@own_rules()
 @functools.partial(jax.jit, static_argnames=("config", "rollback"))
 def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, block_table, query_start_loc, rollback):
     tokens, requests = positions.shape[0], block_table.shape[0]
@@ -241,7 +256,7 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
     own &= token < _take(query_start_loc[1:], token_to_req, 0)
     begin = runs = None
     if online:
-        # A state is folded from token to token: what does not follow the request's first token does not count.
+        # A state is folded from token to token, so only tokens that follow the request's first one count.
         begin = _least(token, own, token_to_req, requests)
         first = _take(begin, token_to_req, INT32_MAX)
         follows = own & (positions - _take(positions, first, 0) == token - first)
@@ -266,7 +281,7 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
         back = jnp.arange(n, dtype=jnp.int32)
         before = position[:, None] - back[::-1]
         in_batch = _count_in_batch(row, position, rows(request), back, positions, token_to_req)
-        # The request's tokens before those, if the batch has any: they are not in the state cache either.
+        # If the batch has earlier tokens of the request, these are not in the state cache either.
         first = _take(_least(positions, own, token_to_req, requests), rows(request), INT32_MAX)
         in_batch = jnp.where((in_batch < n) & (first <= position - in_batch), 0, in_batch)
     closing = [row, position, rows(kv_slot_mapping), in_batch]
@@ -301,7 +316,7 @@ def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, 
 
 
 def _count_in_batch(row, position, request, back, positions, token_to_req):
-    """How many rows just before a closing one, it included, hold its window's last positions, by what they say."""
+    """How many batch rows, ending with a closing one, hold the last positions of its window in order."""
     at = row[:, None] - back
     wanted = position[:, None] - back
     there = (wanted >= 0) & (_take(positions, at, -1) == wanted) & (_take(token_to_req, at, -1) == request[:, None])
@@ -318,7 +333,7 @@ def _runs(config, seq_lens, positions, block_table, begin):
 
 
 def _least(values, where, token_to_req, requests):
-    """The least value of each request's tokens, of those that count; INT32_MAX where there is none."""
+    """Per request, the least value of its tokens that count; INT32_MAX if none does."""
     least = jnp.full(requests, INT32_MAX, jnp.int32)
     return least.at[jnp.where(where, token_to_req, requests)].min(values, mode="drop")
 
@@ -339,14 +354,14 @@ def _take(values, index, missing):
 
 
 def _state_slots(config, block_table, request, position):
-    """The state slot of each position, -1 where there is no such page."""
+    """The state slot of each position; -1 if it has no page."""
     if config.state == "online":
         position = jnp.where(position >= 0, position % config.page_rows, -1)
     return _slots(block_table, request, position, config.page_rows)
 
 
 def _slots(block_table, request, index, page_rows):
-    """`page * page_rows + row` of each index in its request, -1 where there is no such page."""
+    """`page * page_rows + row` of each index in its request; -1 if it has no page."""
     if block_table.size == 0:
         return jnp.full(jnp.broadcast_shapes(request.shape, index.shape), -1, jnp.int32)
     page = block_table.at[

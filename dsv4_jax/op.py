@@ -7,8 +7,9 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from dsv4_jax import checks, platforms
+from dsv4_jax import checks, gpus, platforms
 from dsv4_jax.platforms import Implementation, Target
+from dsv4_jax.promotion import own_rules
 
 OPS: "list[Op]" = []  # every op of the package, in the order of import
 
@@ -33,6 +34,7 @@ class Op:
         why_not: Callable[..., str | None] | None = None,
         preference: Callable[..., tuple[Implementation, ...]] | None = None,
         measured_on: tuple[str, ...] = (),
+        fp8: Callable[..., bool] | bool = False,
     ):
         """Makes the primitive.
 
@@ -49,6 +51,7 @@ class Op:
           preference: `preference(*args, **params)` gives the implementations to try, best first, on the GPUs in
             `measured_on`. On other GPUs, and without a preference, the switch tries Triton.
           measured_on: GPU architectures, such as "sm_90".
+          fp8: whether the Triton kernels convert to or from fp8, which not every GPU can: `fp8(**params)`, or always.
         """
         loaders = {"xla": None if xla is None else lambda: xla, "triton": triton, "cutedsl": cutedsl}
         self.implementations: Mapping[str, Callable] = {k: load for k, load in loaders.items() if load is not None}
@@ -57,6 +60,7 @@ class Op:
         self.outputs = outputs
         self.preference = preference
         self.measured_on = measured_on
+        self.fp8 = fp8
         self._why_not_params = why_not
         self.primitive = Primitive(name)
         self.primitive.multiple_results = True
@@ -104,6 +108,9 @@ class Op:
         why = platforms.why_not(name, target)
         if why is None and params and self._why_not_params:
             why = self._why_not_params(name, target, **params)
+        if why is None and name == "triton" and target.arch:
+            fp8 = self.fp8(**params) if callable(self.fp8) and params else self.fp8 is True
+            why = gpus.why_no_fp8(target.arch) if fp8 else None
         return why
 
     def _run(self, *flat, **params):
@@ -135,6 +142,8 @@ class Op:
         implement = self.implementations[implementation]()
         outputs = {"outputs": self.outputs(*args, **params)} if self.outputs else {}
 
+        @own_rules()
+        @jax.named_scope(self.name)
         def implement_flat(*flat):
             return implement(*jax.tree.unflatten(tree, flat), **params, **outputs)
 

@@ -17,7 +17,7 @@ GPUS = ("cuda", "rocm")
 # Pairs of versions that are known not to work together: a package from and up to a version, both included, another
 # package likewise, and what happens.
 KNOWN_BAD = (
-    ("jax", (0, 12), None, "jax-triton", None, (0, 4, 1), "jax-triton up to 0.4.1 fails at the first lowering"),
+    ("jax", (0, 12), None, "jax-triton", None, (0, 4, 0), "jax-triton up to 0.4.0 fails at the first lowering"),
     ("triton", None, (3, 6), "jax-triton", (0, 4, 1), None, "jax-triton 0.4.1 needs a name that Triton got in 3.7"),
 )
 
@@ -126,6 +126,10 @@ def _why_no_cutedsl(target):
         return (
             f"nvidia-cutlass-dsl cannot be imported: {error}. Installed: {installed_cutlass()}; the cu13 libraries are "
             f"for CUDA 13, the cu12 ones for CUDA 12. {without}"
+        )
+    if "+cpu" in (installed("torch") or "+cpu"):
+        return (
+            f"CuTeDSL kernels are called through a torch for CUDA, which is not installed: pip install torch. {without}"
         )
     return None
 

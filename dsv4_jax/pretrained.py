@@ -1,4 +1,4 @@
-"""The reader of a model's `config.json`: the compressors of its layers."""
+"""Reads the compressors of a model's layers from its `config.json`."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dsv4_jax.config import CompressorConfig
 
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
-# What `compress_ratios` may hold. One token for each key compresses nothing.
+# What `compress_ratios` may hold. One token per key compresses nothing.
 KIND_OF_RATIO = {0: SLIDING, 1: SLIDING, 4: CSA, 128: HCA}
 
 
@@ -44,7 +44,7 @@ def read_compressors(
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The fields of a config file, or of an object inside it, with errors that say where they stand."""
+    """The fields of a config file, or of an object inside it. Errors name the file and the field."""
 
     values: Mapping[str, Any]
     where: str
@@ -52,7 +52,7 @@ class Fields:
 
     @classmethod
     def read(cls, config: Mapping[str, Any] | str | os.PathLike) -> "Fields":
-        """The fields of a parsed file, or of the file at a path; of `text_config` where there is one."""
+        """The fields of a parsed file, or of the file at a path; those of its `text_config`, if it has one."""
         if isinstance(config, Mapping):
             fields = cls(config, "config")
         elif isinstance(config, str | os.PathLike):
@@ -102,7 +102,7 @@ class Fields:
         return Fields(value, self.where, f"{self.prefix}{key}.")
 
     def of_layers(self, key: str, choices: Iterable) -> list:
-        """The entries of a list for the model's layers; those after them are for multi-token prediction."""
+        """The first entries of a list, one per layer; further entries are for multi-token prediction."""
         layers, values = self.count("num_hidden_layers"), self.values[key]
         if not isinstance(values, list | tuple):
             raise self.error(key, "a list")
@@ -118,7 +118,7 @@ class Fields:
         return list(values[:layers])
 
     def either(self, published: str, hugging_face: str, found: list) -> Any:
-        """What the two styles say, which is the same where both are there."""
+        """What the two styles say; an error if they disagree."""
         if not found:
             raise ValueError(f"{self.where}: {self.prefix}{published} is missing; it or {hugging_face} must be given")
         if len(found) == 2 and found[0] != found[1]:
@@ -128,7 +128,7 @@ class Fields:
         return found[0]
 
     def check_rope_head_dim(self, want: int) -> None:
-        # As itself, as a fraction of the head (what Hugging Face computes with), or both.
+        # Given as a number, as a fraction of the head (which Hugging Face computes with), or as both.
         if self.has("qk_rope_head_dim") or not self.has("partial_rotary_factor"):
             self.must_be("qk_rope_head_dim", want)
         for fields in [self, *([self.rope_parameters()] if self.has("rope_parameters") else [])]:
@@ -156,7 +156,7 @@ class Fields:
         return self.either("compress_ratios", "layer_types", found)
 
     def rope_parameters(self) -> "Fields":
-        """The object in `rope_parameters` that is for compressed layers, or all of it where it is flat."""
+        """The object in `rope_parameters` for compressed layers, or all of `rope_parameters` if it is flat."""
         fields = self.inner("rope_parameters")
         return fields.inner("compress") if fields.has("compress") or fields.has("main") else fields
 
@@ -166,12 +166,12 @@ class Fields:
         if self.has("rope_scaling"):
             found.append(self.inner("rope_scaling").yarn(self.positive("compress_rope_theta")))
         elif "rope_scaling" in self.values and not self.has("rope_parameters"):
-            found.append(self.plain_rope(self.positive("compress_rope_theta")))  # null says: without scaling
+            found.append(self.plain_rope(self.positive("compress_rope_theta")))  # null means no scaling
         if self.has("rope_parameters"):
             fields = self.rope_parameters()
-            if fields.values is self.values["rope_parameters"]:  # flat: its theta is that of sliding windows
+            if fields.values is self.values["rope_parameters"]:  # flat: its theta is for sliding windows
                 theta = self.positive("compress_rope_theta")
-            else:  # Hugging Face computes with this one; compress_rope_theta is then only what it was made from
+            else:  # Hugging Face computes with this theta, which it made from compress_rope_theta
                 theta = fields.positive("rope_theta")
             found.append(fields.yarn(theta))
         return self.either("rope_scaling", "rope_parameters", found)

@@ -1,13 +1,14 @@
 """torch_call, held to numpy: where it can be called, what the function is given, and updates in place."""
 
 import functools
+import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.bridging import Type, accumulate, assert_same_bytes, double, double_into, run_python, torch
+from helpers.bridging import OwnError, Type, accumulate, assert_same_bytes, double, double_into, run_python, torch
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, PartitionSpec
 
@@ -218,6 +219,16 @@ def test_functions_are_not_kept_alive():
 # Inferred results.
 
 
+def test_inferred_from_what_torch_compile_was_given():
+    """Its compiled code reads memory, which fake tensors lack. In a process of its own, as this was a crash."""
+    run_python("""
+        import jax.numpy as jnp, torch, bridge
+        compiled = torch.compile(torch.sin, backend="eager")
+        compiled(torch.ones(3))
+        assert jnp.allclose(bridge.torch_call(compiled, jnp.ones(3)), jnp.sin(1.0))
+    """)
+
+
 def test_inferred_structure():
     out = torch_call(lambda x: {"b": (x.sum(), x > 1), "a": [x.to(torch.bfloat16)]}, np.float32([1, 2]))
     assert_same_bytes(out["b"][0], np.float32(3))
@@ -308,7 +319,75 @@ def test_live_cache_is_copied_first():
     np.testing.assert_array_equal(old, [1, 1, 1, 1])
 
 
+# Configurations of JAX, and other programs.
+
+
+@pytest.mark.parametrize("option", ["jax_disable_jit", "jax_debug_nans", "jax_enable_x64"])
+def test_configurations(option):
+    before = getattr(jax.config, option)
+    jax.config.update(option, True)
+    try:
+        f = jax.jit(jax.grad(lambda x: torch_call(torch.log, x, differentiable=True).sum()))
+        np.testing.assert_array_equal(f(np.float32([1, 2])), [1, 0.5])
+        if option == "jax_debug_nans":
+            with pytest.raises(FloatingPointError, match="nan"):
+                jax.jit(lambda x: torch_call(torch.log, x))(-jnp.ones(2)).block_until_ready()
+        if option == "jax_enable_x64":
+            assert_same_bytes(f(np.float64([4])), np.float64([0.25]))
+    finally:
+        jax.config.update(option, before)
+
+
+def test_what_a_signal_raises_reaches_the_user():
+    """Within a call, on the main thread, where Python runs its handlers; the program after it is well."""
+
+    def handler(*_):
+        raise OwnError("by a signal")
+
+    def fn(x, out):
+        signal.raise_signal(signal.SIGUSR1)
+        out.copy_(x)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        f = jax.jit(lambda x: torch_call(fn, x, out_type=Type.like(x), command_buffer_compatible=False))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="OwnError: by a signal"):
+            f(jnp.ones(3)).block_until_ready()
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        np.testing.assert_array_equal(f(jnp.ones(3)), [1, 1, 1])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_program_from_the_persistent_cache_calls_its_own_function(tmp_path):
+    """Two programs that differ in nothing but the function: the second is read from the cache."""
+    run_python(
+        """
+        import jax, jax.numpy as jnp
+        from bridge import torch_call
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        events = []
+        jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rpartition("/")[2]))
+        def writes(value):
+            return lambda out: out.fill_(value)
+        for value in (1.0, 2.0):
+            program = jax.jit(lambda: torch_call(writes(value), out_type=jax.ShapeDtypeStruct((), jnp.float32)))
+            assert float(program()) == value
+        assert events.count("cache_hits") == events.count("cache_misses") == 1, events
+        """,
+        JAX_COMPILATION_CACHE_DIR=str(tmp_path),
+    )
+
+
 # Imports.
+
+
+def test_the_name_that_no_other_project_has():
+    import bridge
+    import dsv4_jax.bridge
+
+    assert all(getattr(dsv4_jax.bridge, name) is getattr(bridge, name) for name in bridge.__all__)
 
 
 def test_import_needs_no_torch():

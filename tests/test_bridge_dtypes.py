@@ -1,16 +1,14 @@
-"""Every dtype through torch_call, raw_call, to_torch and to_jax, bit for bit, and the dtypes that are refused."""
-
-import functools
+"""Every dtype through torch_call, to_torch and to_jax, bit for bit, and the dtypes that are refused."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.bridging import Type, assert_same_bytes, copy_bytes, double_into, on_cpu_only, torch
+from helpers.bridging import Type, assert_same_bytes, double_into, torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge import raw_call, to_jax, to_torch, torch_call
+from bridge import to_jax, to_torch, torch_call
 
 DTYPES = [
     "bool",
@@ -78,42 +76,6 @@ def test_every_dtype_eagerly(dtype, x64):
     assert_same_bytes(back, x)
 
 
-@on_cpu_only
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_raw_call_of_every_dtype(dtype, x64):
-    x = random_array(dtype, (33, 7))
-    copy = functools.partial(raw_call, copy_bytes(x.nbytes), out_type=Type(x.shape, x.dtype))
-    assert_same_bytes(copy(x), x)
-    assert_same_bytes(jax.jit(copy)(x), x)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gpu_raw_call_gets_the_buffers_addresses_and_xlas_stream(dtype, x64):
-    seen = []
-
-    def note(stream, *addresses):
-        seen.append((stream, addresses))
-
-    def torch_stream(x):
-        seen.append(torch.cuda.current_stream().cuda_stream)
-
-    @functools.partial(jax.jit, donate_argnums=1)
-    def f(x, cache):
-        cache = raw_call(
-            note, x, cache, out_type=Type.like(cache), input_output_aliases={1: 0}, command_buffer_compatible=False
-        )
-        return torch_call(
-            torch_stream, cache, out_type=Type.like(cache), input_output_aliases={0: 0}, command_buffer_compatible=False
-        )
-
-    x, cache = (jnp.asarray(random_array(dtype, (33, 7), seed)) for seed in (0, 1))
-    kept = np.asarray(cache)
-    addresses = x.unsafe_buffer_pointer(), cache.unsafe_buffer_pointer()
-    assert_same_bytes(f(x, cache), kept)
-    assert seen == [(seen[1], addresses), seen[1]] and seen[1] != 0
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=4), st.integers(0, 99))
 def test_any_shape_and_dtype(dtype, shape, seed):
@@ -159,8 +121,7 @@ def test_64_bits_need_x64():
         torch_call(double_into, jnp.ones(3), out_type=Type((3,), np.int64))
     with pytest.raises(TypeError, match=r"returned\['i'\] has dtype int64.*jax_enable_x64"):
         torch_call(lambda x: {"i": x.argmax()}, jnp.ones(3))
-    for call in (torch_call, raw_call):
-        with pytest.raises(TypeError, match=r"argument 0 of double_into has dtype float64.*jax_enable_x64.*float32"):
-            call(double_into, np.ones(3), out_type=Type((3,), np.float32))
+    with pytest.raises(TypeError, match=r"argument 0 of double_into has dtype float64.*jax_enable_x64.*float32"):
+        torch_call(double_into, np.ones(3), out_type=Type((3,), np.float32))
     with jax.enable_x64(True):
         assert_same_bytes(torch_call(lambda x: x.argmax(), np.float32([1, 3, 2])), np.int64(1))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.bridging import OwnError, Type, double, double_into, torch
 
-from bridge import raw_call, torch_call
+from bridge import torch_call
 
 # While tracing.
 
@@ -35,6 +35,8 @@ from bridge import raw_call, torch_call
         ({"args": [np.float32([1])] * 2, "input_output_aliases": {0: 0, 1: 0}, "out_type": Type((1,), jnp.float32)},
          ValueError, "only one input's"),
         ({"command_buffer_compatible": "yes"}, TypeError, "command_buffer_compatible is 'yes'"),
+        ({"differentiable": 1}, TypeError, "differentiable is 1"),
+        ({"vmap_method": "parallel"}, ValueError, "vmap_method is 'parallel'; it must be one of sequential, "),
         ({"name": 3}, TypeError, "name is a int; it must be a str"),
         ({"name": "\udc80"}, ValueError, "name is .*udc80.*; it must be text that UTF-8 can encode"),
     ],
@@ -65,11 +67,13 @@ def test_results_that_cannot_be_inferred(fn, match):
 
 def test_transformations_say_what_to_use():
     x = jnp.ones(3)
-    with pytest.raises(NotImplementedError, match=r"double_into cannot be differentiated.*jax\.custom_vjp"):
+    with pytest.raises(
+        NotImplementedError, match=r"double_into cannot be differentiated.*differentiable=True.*jax\.custom_vjp"
+    ):
         jax.grad(lambda x: double(x).sum())(x)
-    with pytest.raises(NotImplementedError, match=r"double_into cannot be differentiated"):
+    with pytest.raises(NotImplementedError, match=r"double_into cannot be transposed"):
         jax.linear_transpose(double, x)(x)
-    with pytest.raises(NotImplementedError, match=r"double_into cannot be batched.*jax\.lax\.map"):
+    with pytest.raises(NotImplementedError, match=r"double_into cannot be batched.*vmap_method is None.*'sequential'"):
         jax.vmap(double)(x)
     for platforms in (None, ["cpu", "cuda"]):
         with pytest.raises(NotImplementedError, match=r"double_into cannot be exported"):
@@ -127,8 +131,7 @@ def exits():
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-@pytest.mark.parametrize("call", [raw_call, torch_call])
-def test_errors_that_utf8_cannot_encode(call, fail, escaped):
+def test_errors_that_utf8_cannot_encode(fail, escaped):
     """jaxlib alone would crash on these, or leave out the note and the cause."""
     failing = True
 
@@ -137,7 +140,7 @@ def test_errors_that_utf8_cannot_encode(call, fail, escaped):
             fail()
 
     options = {"input_output_aliases": {0: 0}, "command_buffer_compatible": False}
-    f = jax.jit(lambda x: call(fn, x, out_type=Type.like(x), **options))
+    f = jax.jit(lambda x: torch_call(fn, x, out_type=Type.like(x), **options))
     for _ in range(2):
         with pytest.raises(jax.errors.JaxRuntimeError) as caught:
             f(jnp.ones(3)).block_until_ready()
@@ -147,12 +150,11 @@ def test_errors_that_utf8_cannot_encode(call, fail, escaped):
     np.testing.assert_array_equal(f(jnp.arange(3.0)), [0, 1, 2])
 
 
-@pytest.mark.parametrize("call", [raw_call, torch_call])
-def test_errors_that_utf8_can_encode_stay_as_they_are(call):
+def test_errors_that_utf8_can_encode_stay_as_they_are():
     def fn(*_):
         raise OwnError("größer als 2³¹ \U0001f600")
 
-    f = jax.jit(lambda x: call(fn, x, out_type=Type.like(x), command_buffer_compatible=False))
+    f = jax.jit(lambda x: torch_call(fn, x, out_type=Type.like(x), command_buffer_compatible=False))
     with pytest.raises(jax.errors.JaxRuntimeError, match="\nOwnError: größer als 2³¹ \U0001f600\n") as caught:
         f(jnp.ones(3)).block_until_ready()
     assert "in require_utf8" not in str(caught.value)

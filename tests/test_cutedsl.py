@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +19,6 @@ import pytest
 from helpers import ops
 from helpers.batches import random_batch
 
-import dsv4_jax
 from dsv4_jax import CompressorConfig, CompressorMetadata, platforms
 from dsv4_jax.api import compress as compress_api
 from dsv4_jax.nvidia.ops import compress
@@ -26,24 +26,6 @@ from dsv4_jax.platforms import Target
 
 ROOT = Path(__file__).parent.parent
 HAS_CUDA = jax.default_backend() in ("gpu", "cuda")
-
-
-@pytest.fixture
-def fresh(monkeypatch):
-    """The launcher with nothing compiled yet, for a GPU that is not there; returns (module, keys compiled)."""
-    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-    pytest.importorskip("torch", reason="the bridge needs torch")
-    from dsv4_jax.nvidia.ops.helpers import launch
-
-    keys = []
-
-    @functools.cache
-    def compiled(kernel, shape, arch):
-        keys.append((kernel.__name__, shape, arch))
-
-    monkeypatch.setattr(launch, "loaded", compiled)
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    return keys
 
 
 def traced(
@@ -77,7 +59,7 @@ def traced(
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_every_kernel_compiles(arch):
-    """And is one that `launch.launcher` calls with its arguments packed once."""
+    """And takes packed arguments."""
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "CUTE_DSL_ARCH": arch}
     done = subprocess.run(
@@ -87,10 +69,10 @@ def test_every_kernel_compiles(arch):
     assert done.stdout.endswith("23 kernels compiled\n"), done.stdout
 
 
-def test_numbers_of_tokens_and_pages_are_not_in_the_key(fresh):
+def test_numbers_of_tokens_and_pages_are_not_in_the_key(compiled_kernels):
     for tokens in (256, 512, 1024):
         traced(tokens=tokens)
-    assert len(fresh) == 1
+    assert len(compiled_kernels) == 1
 
 
 @pytest.mark.parametrize(
@@ -107,15 +89,15 @@ def test_numbers_of_tokens_and_pages_are_not_in_the_key(fresh):
         ("csa", "float32", "tail", 65536, "_short_windows", 4),
     ],
 )
-def test_the_kernel_of_so_many_windows(kind, dtype, save, tokens, kernel, resident, fresh):
+def test_the_kernel_of_so_many_windows(kind, dtype, save, tokens, kernel, resident, compiled_kernels):
     traced(kind, dtype=dtype, save=save, tokens=tokens)
-    assert [(name, shape.resident) for name, shape, _ in fresh] == [(kernel, resident)]
+    assert [(name, shape.resident) for name, shape, _ in compiled_kernels] == [(kernel, resident)]
 
 
 @pytest.mark.parametrize(("tokens", "requests"), [(32768, 32768), (32768, 300), (2048, 500), (16384 - 128, 50)])
-def test_entries_that_may_close_no_window_do_not_make_a_long_prefill(tokens, requests, fresh):
+def test_entries_that_may_close_no_window_do_not_make_a_long_prefill(tokens, requests, compiled_kernels):
     traced("hca", tokens=tokens, requests=requests)
-    assert [name for name, *_ in fresh] == ["_long_windows"]
+    assert [name for name, *_ in compiled_kernels] == ["_long_windows"]
 
 
 @pytest.mark.parametrize(
@@ -126,23 +108,23 @@ def test_entries_that_may_close_no_window_do_not_make_a_long_prefill(tokens, req
     ],
     ids=str,
 )  # fmt: skip
-def test_what_is_in_the_key(change, fresh):
+def test_what_is_in_the_key(change, compiled_kernels):
     traced()
     traced(**change)
     traced()
-    assert len(fresh) == 2
+    assert len(compiled_kernels) == 2
 
 
-def test_the_target_is_in_the_key(fresh, monkeypatch):
+def test_the_target_is_in_the_key(compiled_kernels, monkeypatch):
     traced()
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
     traced()
-    assert [arch for *_, arch in fresh] == ["sm_90a", "sm_100a"]
+    assert [arch for *_, arch in compiled_kernels] == ["sm_90a", "sm_100a"]
 
 
-def test_one_launch(fresh):
+def test_one_launch(compiled_kernels):
     for kind in ("csa", "hca"):
-        assert str(traced(kind)).count("= bridge_call[") == 1
+        assert str(traced(kind)).count("= torch_call[") == 1
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +134,7 @@ def shape():
     from dsv4_jax.nvidia.ops.helpers import launch
 
     return launch.Shape(
-        ratio=4, overlap=True, head_dim=512, rope_dim=64, eps=1e-6, page_rows=4, kv_page_rows=64, format="bf16",
+        ratio=4, window=8, head_dim=512, width=1024, rope_dim=64, eps=1e-6, page_rows=4, kv_page_rows=64, format="bf16",
         page_bytes=64 * 1024, dtype="float32", norm_dtype="float32", save="tail", resident=4,
     )  # fmt: skip
 
@@ -175,88 +157,55 @@ def test_threads_that_compile_at_once(shape):
     assert found[0] is not found[1]
 
 
-class Kernel:
-    """Stands for a loaded kernel: notes what it is called with, and reports `error`."""
-
-    def __init__(self, error=0):
-        self.error, self.calls, self.repeated = error, [], []
-        self.capi_func = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(self.run)
-        self.cuda_result, self.exec_context = ctypes.c_int32(), None
-
-    def run(self, packed):
-        pointers = (ctypes.c_void_p * 22).from_address(packed)
-        self.calls.append([ctypes.c_int64.from_address(pointer).value for pointer in pointers[:21]])
-        ctypes.c_int32.from_address(pointers[21]).value = self.error
-        return 0
-
-    def run_compiled_program(self, pointers):
-        self.repeated.append([ctypes.c_int64.from_address(pointer.value).value for pointer in pointers])
-        if self.error:
-            raise RuntimeError(f"CUDA error {self.error}")
-
-
-# Arguments in the kernel's order: 13 addresses, 7 numbers, the stream.
+# Arguments in the kernel's order: 13 addresses, 7 numbers.
 NAMES, NUMBERS = ("kv_cache", "closing", "kv_scale"), (("blocks", 5), ("tokens", 9))
 
 
 def passed(kv_cache, closing, kv_scale, stream):
-    return [closing, 0, 0, 0, 0, 0, 0, 0, kv_cache, 0, 0, kv_scale, 0, 9, 0, 0, 0, 0, 0, 5, stream]
+    return [[closing, 0, 0, 0, 0, 0, 0, 0, kv_cache, 0, 0, kv_scale, 0, 9, 0, 0, 0, 0, 0, 5], [stream]]
 
 
-def launch_of(kernel, shape, monkeypatch):
+def launched_on_threads(shape, monkeypatch, call):
+    """What a launch hands its compiled function in each of four threads that `call` it at once, on streams 0 to 3."""
+    torch = pytest.importorskip("torch")
     from dsv4_jax.nvidia.ops.helpers import launch
 
-    monkeypatch.setattr(launch, "loaded", lambda *key: kernel)
-    return launch.Launch(launch.compiled, shape, "sm_90a", NAMES, NUMBERS)
+    calls, of_thread, together = [], threading.local(), threading.Barrier(4)
 
+    def function(*arguments):
+        pointers = [argument.__c_pointers__() for argument in arguments]
+        calls.append([[ctypes.c_int64.from_address(p.value).value for p in values] for values in pointers])
 
-def test_what_a_launch_passes(shape, monkeypatch):
-    kernel = Kernel()
-    launch = launch_of(kernel, shape, monkeypatch)
-    address = 2**47 + 16
-    launch(3, address, 2, 1)
-    launch(4, 7, 8, 2**63 - 1)
-    assert kernel.calls == [passed(address, 2, 1, 3), passed(7, 8, 2**63 - 1, 4)] and kernel.repeated == []
-    for few_or_many in ((3, 1, 2), (3, 1, 2, 3, 4)):
-        with pytest.raises(ValueError, match="size"):
-            launch(*few_or_many)
-    assert len(kernel.calls) == 2
-
-
-def test_a_launch_of_another_cutlass(shape, monkeypatch):
-    kernel = Kernel()
-    del kernel.capi_func
-    launch = launch_of(kernel, shape, monkeypatch)
-    launch(3, 6, 2, 1)
-    launch(4, 7, 8, 9)
-    assert kernel.repeated == [passed(6, 2, 1, 3), passed(7, 8, 9, 4)]
-
-
-def test_a_launch_that_fails(shape, monkeypatch):
-    kernel = Kernel(error=700)
-    launch = launch_of(kernel, shape, monkeypatch)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="CUDA error 700"):
-            launch(3, 6, 2, 1)
-    kernel.error = 0
-    launch(3, 6, 2, 1)
-    assert len(kernel.calls) == 3 and len(kernel.repeated) == 2
-
-
-def test_threads_that_launch_at_once(shape, monkeypatch):
-    kernel = Kernel()
-    launch = launch_of(kernel, shape, monkeypatch)
-    together = threading.Barrier(4)
+    monkeypatch.setattr(launch, "loaded", lambda *key: function)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=of_thread.stream))
+    one = launch.Launch(launch.compiled, shape, "sm_90a", NAMES, NUMBERS)
 
     def work(stream):
+        of_thread.stream = stream
         together.wait()
-        for i in range(200):
-            launch(stream, 1000 * stream + i, stream, 0)
+        call(one, stream)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
-    expected = [passed(1000 * stream + i, stream, 0, stream) for stream in range(4) for i in range(200)]
-    assert sorted(kernel.calls) == sorted(expected)
+    return calls
+
+
+class Tensor:
+    def __init__(self, address):
+        self.data_ptr = lambda: address
+
+
+def test_what_a_launch_passes(shape, monkeypatch):
+    def call(launch, stream):
+        for address in (2**47 + 16, 7):
+            launch(Tensor(address), Tensor(stream), Tensor(2**63 - 1))
+        for few_or_many in ((Tensor(1),) * 2, (Tensor(1),) * 4):
+            with pytest.raises(ValueError, match="zip"):
+                launch(*few_or_many)
+
+    calls = launched_on_threads(shape, monkeypatch, call)
+    expected = [passed(address, stream, 2**63 - 1, stream) for stream in range(4) for address in (7, 2**47 + 16)]
+    assert sorted(calls) == sorted(expected)
 
 
 @pytest.mark.parametrize(
@@ -299,97 +248,3 @@ def test_not_on_the_cpu(call):
     arguments = (batch,) if call is ops.compress else (batch, batch.state)
     with pytest.raises(NotImplementedError, match=r"NVIDIA GPUs only, not on cpu"):
         call(*arguments, implementation="cutedsl")
-
-
-NAMED = [
-    "compress_kv_sparse_attn_cutedsl",
-    "compress_norm_rope_store_cutedsl",
-    "fused_kv_compress_norm_rope_insert_sparse_attn_cutedsl",
-    "norm_rope_insert_sparse_attn_cutedsl",
-]
-
-
-def named_arguments(name, config):
-    """Arguments of a named kernel, shapes alone."""
-
-    def make():
-        metadata = CompressorMetadata.build(
-            config, jnp.array([0, 256]), jnp.array([256]), jnp.zeros((1, 64), jnp.int32), jnp.zeros((1, 8), jnp.int32),
-            num_tokens=256,
-        )  # fmt: skip
-        state = jnp.zeros((64, config.page_rows, 2 * config.width))
-        if name == "compress_kv_sparse_attn_cutedsl":
-            return state, metadata
-        cache = config.format.allocate(8, config.kv_page_rows)
-        rest = state, cache, metadata, jnp.ones(config.head_dim), jnp.zeros((256, 64))
-        rows = jnp.zeros((metadata.closing.shape[0], config.head_dim))
-        return (rows, *rest) if name == "norm_rope_insert_sparse_attn_cutedsl" else rest
-
-    return jax.eval_shape(make)
-
-
-def lower_named(name, config, platform):
-    function = functools.partial(getattr(dsv4_jax, name), config=config)
-    return jax.jit(function).trace(*named_arguments(name, config)).lower(lowering_platforms=(platform,)).as_text()
-
-
-@pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("kind", ["csa", "hca"])
-def test_named_kernels_are_one_launch(name, kind, fresh):
-    text = lower_named(name, ops.make_config(kind, "fp8_ds_mla"), "cuda")
-    assert text.count("gpu_callback_cmd_buffer") == 1
-    kernel = {"csa": "_short_windows", "hca": "_long_windows"}[kind]
-    if name == "norm_rope_insert_sparse_attn_cutedsl":
-        kernel = "_norm_rope_insert"
-    assert [key[0] for key in fresh] == [kernel]
-    assert fresh[0][1].format == ("compressed" if name == "compress_kv_sparse_attn_cutedsl" else "fp8_ds_mla")
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_named_kernels_say_what_is_missing(name, monkeypatch):
-    csa = CompressorConfig.csa()
-    for platform in ("cpu", "rocm", "tpu"):
-        with pytest.raises(NotImplementedError, match=f"NVIDIA GPUs only, not on {platform}; .*implementation=None"):
-            lower_named(name, csa, platform)
-    with pytest.raises(NotImplementedError, match=r"made for head_dim 512.*has 128.*'triton'"):
-        lower_named(name, CompressorConfig.indexer(), "cuda")
-    monkeypatch.setattr(platforms, "installed", lambda package: None)
-    with pytest.raises(NotImplementedError, match=r"nvidia-cutlass-dsl is not installed; install .*'triton'"):
-        lower_named(name, csa, "cuda")
-
-
-def test_named_kernels_check_their_arguments():
-    config = ops.make_config("csa", "fp8_ds_mla")
-    rows, state, cache, metadata, *rest = named_arguments("norm_rope_insert_sparse_attn_cutedsl", config)
-
-    def compress_kv(*args, config=config):
-        return jax.eval_shape(functools.partial(dsv4_jax.compress_kv_sparse_attn_cutedsl, config=config), *args)
-
-    def insert(rows, **options):
-        call = functools.partial(dsv4_jax.norm_rope_insert_sparse_attn_cutedsl, config=config, **options)
-        return jax.eval_shape(call, rows, state, cache, metadata, *rest)
-
-    assert compress_kv(state, metadata) == rows and insert(rows) == cache
-    wrong = jax.ShapeDtypeStruct((len(rows) + 1, 512), jnp.float32)
-    with pytest.raises(ValueError, match=rf"compressed has shape \[{len(rows) + 1}, 512\]; it must be"):
-        insert(wrong)
-    with pytest.raises(TypeError, match="compressed has dtype bfloat16; it must be float32"):
-        insert(jax.ShapeDtypeStruct(rows.shape, jnp.bfloat16))
-    with pytest.raises(ValueError, match=r"kv_scale is 2\.0; for the cache format fp8_ds_mla it must be None"):
-        insert(rows, kv_scale=2.0)
-    with pytest.raises(ValueError, match="state_cache has shape"):
-        compress_kv(jax.ShapeDtypeStruct((64, 4, 512), jnp.float32), metadata)
-    with pytest.raises(TypeError, match="config is a str"):
-        compress_kv(state, metadata, config="csa")
-    with pytest.raises(ValueError, match=r"metadata was built for .*config has"):
-        compress_kv(state, metadata, config=ops.make_config("hca", "fp8_ds_mla"))
-
-
-def test_public_names_import_neither_cutlass_nor_torch():
-    script = (
-        "import sys, dsv4_jax\n"
-        f"for name in {NAMED}: assert getattr(dsv4_jax, name).__doc__ and name in dsv4_jax.__all__\n"
-        "assert not {'torch', 'cutlass', 'triton', 'flax'} & set(sys.modules)"
-    )
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True)

@@ -36,7 +36,7 @@ def kernel(request, monkeypatch):
     if request.param == "any batch":
         yield
         return
-    from dsv4_jax.nvidia.ops import prefill
+    from dsv4_jax.nvidia.ops import compress_prefill
 
     taken = []
 
@@ -45,8 +45,8 @@ def kernel(request, monkeypatch):
         return min(windows, 3)
 
     monkeypatch.setattr(CompressorMetadata, "prefill", True)
-    monkeypatch.setattr(prefill, "pays", lambda shape, tokens: True)
-    monkeypatch.setattr(prefill, "blocks", few)
+    monkeypatch.setattr(compress_prefill, "pays", lambda shape, tokens: True)
+    monkeypatch.setattr(compress_prefill, "blocks", few)
     # What was compiled before has another kernel.
     jax.clear_caches()
     yield
@@ -103,13 +103,13 @@ def test_long_prefills_of_other_ratios(ratio, overlap, kernel, dtype):
 @pytest.mark.parametrize(("kind", "tokens"), [("csa", 9000), ("hca", 17000), ("hca", 53000)])
 def test_long_prefills(kind, tokens):
     """As many windows as the kernel for long prefills is taken for: with three CTAs a multiprocessor, and with four."""
-    from dsv4_jax.nvidia.ops import prefill
+    from dsv4_jax.nvidia.ops import compress_prefill
 
     config = ops.make_config(kind, "fp8_ds_mla")
     sizes = [(3, tokens // 2), (0, tokens // 2 - 700), (130, 690)]
     batch = random_batch(np.random.default_rng(5), config, sizes=sizes, padding=10, dtype=ml_dtypes.bfloat16)
-    assert tokens // config.compress_ratio * config.window >= prefill.LEAST_ROWS
-    assert prefill.resident(ops.metadata(batch).closing.shape[0]) == (3 if tokens == 17000 else 4)
+    assert tokens // config.compress_ratio * config.window >= compress_prefill.LEAST_ROWS
+    assert compress_prefill.resident(ops.metadata(batch).closing.shape[0]) == (3 if tokens == 17000 else 4)
     state, cache = ops.compress(batch, implementation="cutedsl")
     ops.same_bytes(state, ops.tail(batch))
     oracle.assert_same_cache(cache, batch.cache, ops.rows(batch, batch.state, from_batch=True), config)
@@ -310,7 +310,7 @@ def test_an_exception_beside_a_launch_does_no_harm(captured):
             state, cache = dsv4_jax.compress(
                 kv_score, ape, state, cache, meta, *rest, config=batch.config, implementation="cutedsl"
             )
-            (state,) = bridge.raw_call(
+            (state,) = bridge.torch_call(
                 fail, state, out_type=(state,), input_output_aliases={0: 0}, command_buffer_compatible=captured
             )
         return state, cache

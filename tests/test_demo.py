@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax import CompressorConfig
+from dsv4_jax import CompressorConfig, platforms
 from dsv4_jax.__main__ import main
 from dsv4_jax.demo import engine, exact, run
 from dsv4_jax.demo.checkpoint import checkpoint_weights
@@ -183,7 +183,7 @@ def _bad(path):
 
 
 def test_bad_input(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(run, "jax_platform", lambda: "cpu")
+    monkeypatch.setattr(platforms, "default_target", lambda: platforms.Target("cpu"))
     for name, (args, want) in _bad(tmp_path).items():
         assert demo(*args) == 2, name
         captured = capsys.readouterr()

@@ -97,7 +97,7 @@ def test_tpu(report):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"jax": "0.12.0.1"}, "jax 0.12.0.1 with jax-triton 0.4.1 are installed"),
+        ({"jax": "0.12.0.1", "jax-triton": "0.4.0"}, "jax 0.12.0.1 with jax-triton 0.4.0 are installed"),
         ({"triton": "3.6.0"}, "triton 3.6.0 with jax-triton 0.4.1 are installed"),
     ],
 )

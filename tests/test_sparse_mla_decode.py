@@ -229,7 +229,7 @@ BAD = [
     (
         {"q": np.zeros((2, 3, 256), ml_dtypes.bfloat16)},
         ValueError,
-        r"q has shape \[2, 3, 256\]; it must be \[T, H, 512",
+        r"q has shape \[2, 3, 256\]; it must be \[T, H",
     ),
     ({"sink": np.zeros(4, np.float32)}, ValueError, r"sink has shape \[4\]; it must be \[3\]"),
     ({"window_indices": np.zeros((3, 5), np.int32)}, ValueError, r"window_indices has shape \[3, 5\]; it must be \[2"),

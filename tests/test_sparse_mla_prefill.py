@@ -56,8 +56,8 @@ def test_sizes(count, columns, lens, implementation):
 
 
 def test_no_rows(implementation):
-    q, kv, *rest = random_prefill(np.random.default_rng(0), heads=2, columns=3, rows=9, lens=[3, 1])
-    for q, kv in ((q, kv[:0]), (q[:, :0], kv)):
+    all_q, all_kv, *rest = random_prefill(np.random.default_rng(0), heads=2, columns=3, rows=9, lens=[3, 1])
+    for q, kv in ((all_q, all_kv[:0]), (all_q[:, :0], all_kv)):
         rest[-1] = rest[-1][: q.shape[1]]
         o, lse = sparse_mla_prefill(*map(jnp.asarray, (q, kv, *rest)), return_lse=True, implementation=implementation)
         assert o.shape == q.shape and not np.asarray(o, np.float32).any() and (np.asarray(lse) == np.inf).all()

@@ -132,4 +132,5 @@ OP = Op(
     why_not=support.why_not,
     preference=_preference,
     measured_on=("sm_90",),
+    fp8=lambda *, config, **_: config.format.fp8,
 )

@@ -102,4 +102,5 @@ OP = Op(
     triton=_triton,
     cutedsl=_cutedsl,
     why_not=support.why_not,
+    fp8=lambda *, config, **_: config.format.fp8,
 )

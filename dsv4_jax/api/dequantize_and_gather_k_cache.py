@@ -89,4 +89,10 @@ def _triton():
     return implement
 
 
-OP = Op("dequantize_and_gather_k_cache", updates=(5,), xla=reference.implement, triton=_triton)
+OP = Op(
+    "dequantize_and_gather_k_cache",
+    updates=(5,),
+    xla=reference.implement,
+    triton=_triton,
+    fp8=lambda *, cache_format, **_: cache_format != "bf16",  # MXFP4's values are read as fp8's
+)

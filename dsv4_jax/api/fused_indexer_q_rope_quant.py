@@ -80,4 +80,10 @@ def _triton():
     return implement
 
 
-OP = Op("fused_indexer_q_rope_quant", outputs=_outputs, xla=reference.implement, triton=_triton)
+OP = Op(
+    "fused_indexer_q_rope_quant",
+    outputs=_outputs,
+    xla=reference.implement,
+    triton=_triton,
+    fp8=lambda *, use_fp4, **_: not use_fp4,
+)

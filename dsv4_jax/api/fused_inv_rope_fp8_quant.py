@@ -94,4 +94,10 @@ def _triton():
     return implement
 
 
-OP = Op("fused_inv_rope_fp8_quant", outputs=_outputs, xla=reference.implement, triton=_triton)
+OP = Op(
+    "fused_inv_rope_fp8_quant",
+    outputs=_outputs,
+    xla=reference.implement,
+    triton=_triton,
+    fp8=lambda *, quantize, **_: quantize,
+)

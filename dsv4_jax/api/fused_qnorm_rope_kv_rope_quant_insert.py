@@ -90,5 +90,10 @@ def _triton():
 
 
 OP = Op(
-    "fused_qnorm_rope_kv_rope_quant_insert", updates=(2,), outputs=_outputs, xla=reference.implement, triton=_triton
+    "fused_qnorm_rope_kv_rope_quant_insert",
+    updates=(2,),
+    outputs=_outputs,
+    xla=reference.implement,
+    triton=_triton,
+    fp8=lambda *, cache_format, **_: CACHE_FORMATS[cache_format].fp8,
 )

@@ -68,4 +68,10 @@ def _triton():
     return implement
 
 
-OP = Op("prepare_megamoe_inputs", outputs=_outputs, xla=reference.implement, triton=_triton)
+OP = Op(
+    "prepare_megamoe_inputs",
+    outputs=_outputs,
+    xla=reference.implement,
+    triton=_triton,
+    fp8=True,
+)

@@ -59,4 +59,10 @@ def _triton():
     return implement
 
 
-OP = Op("quantize_and_insert_k_cache", updates=(1,), xla=reference.implement, triton=_triton)
+OP = Op(
+    "quantize_and_insert_k_cache",
+    updates=(1,),
+    xla=reference.implement,
+    triton=_triton,
+    fp8=lambda *, cache_format, **_: CACHE_FORMATS[cache_format].fp8,
+)

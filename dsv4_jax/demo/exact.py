@@ -1,4 +1,4 @@
-"""What the cache must hold, computed in float64 NumPy: from the projection's output to the error that the format allows.
+"""What the cache must hold, in float64 NumPy: from the projection's output to the error that the format allows.
 
 This module uses nothing of the code that it checks. It writes out softmax, RMSNorm, YaRN, the layout of a page and the
 decoding of its bytes again, plainly.

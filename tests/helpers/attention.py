@@ -54,8 +54,9 @@ def read(fmt, cache, page_rows, indices, length, *, scale=None):
 def attend(q, sink, keys, softmax_scale=SCALE):
     """What to expect of q `[T, H, 512]` and, for each token, its keys `[K, 512]`.
 
-    The bounds are those of the rules: weights and o are rounded to bfloat16 (2**-8 of each, half a unit in the last place), scores are float32 sums of
-    512 products in any order, and an exponential is good to a few units in its last place.
+    The bounds are those of the rules: weights and o are rounded to bfloat16 (2**-8 of each, half a unit in the last
+    place), scores are float32 sums of 512 products in any order, and an exponential is good to a few units in its last
+    place.
     """
     q, sink = np.asarray(q, np.float64), np.asarray(sink, np.float64)
     out = Exact(np.zeros(q.shape), np.full(q.shape[:2], np.inf), np.zeros(q.shape), np.zeros(q.shape[:2]))

@@ -1,6 +1,5 @@
 """What the tests of the bridge share. Without torch, importing it skips the module that does."""
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -15,9 +14,6 @@ from bridge import torch_call
 torch = pytest.importorskip("torch")
 
 Type = jax.ShapeDtypeStruct
-
-# On the CPU an address can be read and written; on a GPU kernels do that.
-on_cpu_only = pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads memory by its address")
 
 
 class OwnError(Exception):
@@ -44,14 +40,6 @@ def double(x):
 
 def accumulate(x, cache):
     return torch_call(add_in_place, x, cache, out_type=Type.like(cache), input_output_aliases={1: 0})
-
-
-def copy_bytes(size):
-    def copy(stream, source, target):
-        assert stream == 0
-        ctypes.memmove(target, source, size)
-
-    return copy
 
 
 def run_python(script, **env):

@@ -3,8 +3,10 @@
 `CUTE_DSL_ARCH=sm_90a python tests/helpers/compile_cutedsl.py` prints a line a kernel: its name, its key, seconds.
 """
 
+import ctypes
 import dataclasses
 import functools
+import itertools
 import time
 
 import jax
@@ -50,10 +52,20 @@ def announced(kernel, shape, arch):
     """What `launch.loaded` does, without a GPU to load the code on."""
     start = time.perf_counter()
     function = launch.compiled(kernel, shape, arch)
-    function._load_cuda_library = list
-    assert launch.packs_as_here(function.to()), "of this cutlass-dsl, a launch would pack its arguments at every call"
+    assert packed(function, 20, 1) == list(range(21)), "cutlass-dsl does not hand on packed arguments as they are"
     print(kernel.__name__, shape, arch, f"{time.perf_counter() - start:.1f} s", flush=True)
     return function
+
+
+def packed(function, *counts):
+    """What a compiled function is about to launch with, of `Packed` arguments that hold 0, 1, 2 and so on."""
+    function._load_cuda_library = list
+    executor, pointers, values = function.to(), [], itertools.count()
+    executor.run_compiled_program = pointers.extend
+    executor(*(arguments := [launch.Packed(*itertools.islice(values, count)) for count in counts]))
+    found = [ctypes.c_int64.from_address(pointer.value).value for pointer in pointers]
+    del arguments  # which the pointers point into
+    return found
 
 
 def trace(config, fmt, dtype, norm_dtype, save, tokens):

@@ -12,19 +12,20 @@ Run it without TRITON_INTERPRET.
 import itertools
 import os
 import pathlib
+import re
 import sys
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "TRITON_DISABLE_LINE_INFO": "1"}
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import dsv4_jax
 from dsv4_jax import CACHE_FORMATS, CompressorConfig, CompressorMetadata
+from dsv4_jax.common.ops.helpers.launch import launching_with
 
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "int32": "i32", "uint8": "u8", "float8_e4m3fn": "fp8e4nv", "bool": "i1"}
 TARGETS = {"cuda": "ptx", "hip": "amdgcn"}
@@ -52,22 +53,18 @@ def _launches(call) -> list:
     """What an op hands to jax-triton when it is lowered for CUDA."""
     launches = []
 
-    def record(*, kernel, grid, out_type, input_output_aliases, num_warps, **named):
-        constants = {p.name: named.pop(p.name) for p in kernel.params if p.is_constexpr}
-        launches.append((kernel, named, out_type, constants, num_warps))
-        return [jnp.zeros(t.shape, t.dtype) for t in out_type]
+    def record(kernel, grid, updates, outputs, num_warps, constants, args):
+        launches.append((kernel, args, tuple(outputs.values()), constants, num_warps))
+        return tuple(args[name] for name in updates) + tuple(jnp.zeros(o.shape, o.dtype) for o in outputs.values())
 
-    original, jax_triton.triton_call = jax_triton.triton_call, record
-    try:
+    with launching_with(record):
         jax.jit(call).trace().lower(lowering_platforms=("cuda",))
-    finally:
-        jax_triton.triton_call = original
     return launches
 
 
 def _source(kernel, named, out_type, constants) -> ASTSource:
-    """The kernel specialized as jax-triton does: arrays are aligned, and an integer that is 1 is a constant."""
-    constants = constants | {name: 1 for name, value in named.items() if isinstance(value, int) and value == 1}
+    """The kernel specialized as jax-triton does: arrays are aligned; an integer that is 1, and None, are constants."""
+    constants = constants | {n: v for n, v in named.items() if v is None or (isinstance(v, int) and v == 1)}
     outputs = iter(out_type)
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -234,10 +231,16 @@ def _op(name, *args, **options):
 def compare(before: pathlib.Path, after: pathlib.Path) -> int:
     """Prints what differs; returns how many files do."""
     names = sorted({path.name for folder in (before, after) for path in folder.iterdir()})
-    texts = [[(f / name).read_text() if (f / name).exists() else None for f in (before, after)] for name in names]
+    texts = [[_body(f / name) if (f / name).exists() else None for f in (before, after)] for name in names]
     different = [name for name, (old, new) in zip(names, texts, strict=True) if old != new]
     print(*different, f"{len(names) - len(different)} of {len(names)} are equal", sep="\n")
     return len(different)
+
+
+def _body(path: pathlib.Path) -> str:
+    """PTX without the list of parameters, which are numbered in the order of their use: unused ones do not count."""
+    text, order = re.sub(r"^\s*\.param .*\n", "", path.read_text(), flags=re.MULTILINE), {}
+    return re.sub(r"_param_(\d+)", lambda m: f"_param_{order.setdefault(m[1], len(order))}", text)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """`compress` with the online state, in Triton.
 
-A page row that a call writes may be the history of the same call: nothing may be written before it was read. A short
-batch takes one launch, a program a request, which walks its tokens. A long batch takes two: the first folds the rows of
-each window, over blocks of channels, and only the second writes.
+A call may write a page row that holds the history of the same call, so every row must be read before it is written. A
+short batch takes one launch, in which each program walks the tokens of one request. A long batch takes two: the first
+folds the rows of each window, a block of channels per program, and only the second writes.
 """
 
 import jax
@@ -10,29 +10,24 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from dsv4_jax.common.ops.helpers.aggregates import Cache, Entry, Factors, Plan, Rows, Shape
 from dsv4_jax.common.ops.helpers.launch import launch
-from dsv4_jax.common.ops.helpers.norm_rope import key_arguments, key_factors, norm_rope
+from dsv4_jax.common.ops.helpers.norm_rope import key_arguments, load_factors, norm_rope
 from dsv4_jax.common.ops.helpers.quantize_store import store_key
 from dsv4_jax.common.ops.helpers.rope import rope_factors
 from dsv4_jax.common.ops.helpers.softmax import fold, merge
 from dsv4_jax.common.ops.helpers.window import TILE, by_fours, closing_window
+from dsv4_jax.common.sizes import count_work, measure_arrays
 
-MOST_LOADED = 8  # tokens that a walking program loads at once
+MOST_LOADED = 8  # tokens that a program loads at once as it walks
 
 
 def implement(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config):
     """See `dsv4_jax.compress`."""
-    tokens = metadata.positions.shape[0]
-    windows = metadata.closing.shape[0] if kv_cache.shape[0] and cos_sin.shape[0] else 0
-    saved = metadata.saving.shape[0] if state_cache.shape[0] else 0
+    windows, saved = count_work(metadata, state_cache, kv_cache, cos_sin, "tail")
     if windows + saved == 0:
         return state_cache, kv_cache
-    sizes = {
-        "tokens": tokens,
-        "state_pages": state_cache.shape[0],
-        "kv_pages": kv_cache.shape[0],
-        "table_rows": cos_sin.shape[0],
-    }
+    sizes = measure_arrays(metadata, state_cache, kv_cache, cos_sin)
     rows = {"kv_score": kv_score, "ape": ape, "state_cache": state_cache}
     plan = {"closing": metadata.closing, "saving": metadata.saving, "windows": windows}
     keys, store = key_arguments(kv_cache, norm_weight, cos_sin, kv_scale, config)
@@ -43,7 +38,7 @@ def implement(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_s
         "KV_PAGE_ROWS": config.kv_page_rows,
     }
     requests = metadata.runs.shape[0]
-    if windows and saved and tokens <= requests * config.page_rows:
+    if windows and saved and sizes["tokens"] <= requests * config.page_rows:
         return launch(
             _online_walk_kernel,
             requests,
@@ -69,27 +64,26 @@ def implement(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_s
         num_warps=4,
         constants={**shape, "BLOCK": block},
         window_slots=metadata.window_slots,
-        # Triton wants an array for every pointer; where there are no pages another stands in, and is not read.
-        **rows | ({} if state_cache.shape[0] else {"state_cache": ape}),
+        **rows,
         **plan,
         **sizes,
     )
-    caches = {"state_cache": state_cache} if saved else {}
-    caches |= {"kv_cache": kv_cache} if windows else {}
+    updates = [name for name, count in (("state_cache", saved), ("kv_cache", windows)) if count]
     written = launch(
         _online_write_kernel,
         windows + saved,
-        updates=tuple(caches),
+        updates=updates,
         num_warps=config.head_dim // 128,
         constants={**shape, **store},
         compressed=compressed,
         states=states,
-        **{"state_cache": states, **keys, "kv_cache": compressed, **caches},
+        state_cache=state_cache,
+        **keys,
         **plan,
         **sizes,
     )
-    caches = dict(zip(caches, written, strict=True))
-    return caches.get("state_cache", state_cache), caches.get("kv_cache", kv_cache)
+    caches = {"state_cache": state_cache, "kv_cache": kv_cache} | dict(zip(updates, written, strict=True))
+    return caches["state_cache"], caches["kv_cache"]
 
 
 @triton.jit
@@ -108,15 +102,16 @@ def _online_walk_kernel(
     if (first >= 0) & (first < tokens) & (position >= 0):
         count = tl.minimum(count, tl.minimum(tokens - first, 0x7FFFFFFF - position))
         channels = tl.arange(0, HEAD_DIM)
-        # Loads that wait for nothing but the run come first, and overlap.
+        # Issue first the loads that need the run alone, so that they overlap.
         maximum, total, weighted = load_state(state_cache, before, channels, state_pages, HEAD_DIM, PAGE_ROWS)
         weight = tl.load(norm_weight + channels).to(tl.float32)
+        cache = Cache(kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
+        rows = Rows(kv_score, ape, state_cache, state_pages)
         for begin in range(0, count, LOADED):
             index = tl.arange(0, LOADED)
-            kvs, scores = load_rows(
-                kv_score, ape, first + begin, (position + begin + index) % RATIO, index, begin + index < count,
-                channels, HEAD_DIM,
-            )  # fmt: skip
+            start = first + begin
+            phase = (position + begin + index) % RATIO
+            kvs, scores = load_rows(rows, start, phase, index, begin + index < count, channels, HEAD_DIM)
             for i in range(tl.minimum(LOADED, count - begin)):
                 row = first + begin + i
                 here = position + begin + i
@@ -126,7 +121,7 @@ def _online_walk_kernel(
                 in_table = anchor < table_rows
                 cos, sin = rope_factors(cos_sin, tl.where(in_table, anchor, 0), HEAD_DIM, ROPE_DIM)
                 if begin + i == 0:
-                    # No warp writes a state before all have read the one that came before.
+                    # Every warp must have read the state before this request's tokens before any warp writes one.
                     tl.debug_barrier()
                 opens = here == anchor
                 maximum, total, weighted = merge(
@@ -135,8 +130,8 @@ def _online_walk_kernel(
                 )  # fmt: skip
                 if here - anchor == RATIO - 1:
                     if (key_slot >= 0) & (key_slot // KV_PAGE_ROWS < kv_pages) & in_table:
-                        key = norm_rope(weighted / total, weight, cos, sin, EPS, HEAD_DIM, ROPE_DIM)
-                        store_key(key, key_slot, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
+                        key = norm_rope(weighted / total, Factors(weight, cos, sin), EPS, HEAD_DIM, ROPE_DIM)
+                        store_key(key, key_slot, cache)
                 elif (begin + i >= count - PAGE_ROWS) & (slot >= 0) & (slot // PAGE_ROWS < state_pages):
                     store_state(state_cache, slot, channels, maximum, total, weighted, HEAD_DIM)
 
@@ -153,23 +148,20 @@ def _online_fold_kernel(
     pid = tl.program_id(0)
     index = pid // BLOCKS
     channels = pid % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    shape = Shape(RATIO, RATIO, HEAD_DIM, HEAD_DIM, PAGE_ROWS, KV_PAGE_ROWS, True)
     closes = index < windows
     if closes:
-        row, position, slot, in_batch, valid = closing_window(
-            index, closing, tokens, kv_pages, table_rows, RATIO, KV_PAGE_ROWS, True
-        )  # fmt: skip
+        entry = closing_window(Plan(closing, tokens, kv_pages, table_rows), index, shape)
         before = tl.load(window_slots + index)
     else:
         index -= windows
-        row, position, slot, in_batch, valid = saved_token(index, saving, tokens, state_pages, PAGE_ROWS)
+        entry = saved_token(index, saving, tokens, state_pages, PAGE_ROWS)
         # The state before lies in the same page.
-        before = slot // PAGE_ROWS * PAGE_ROWS + (position - in_batch) % PAGE_ROWS
-    if valid:
-        before = tl.where(in_batch <= position % RATIO, before, -1)
-        maximum, total, weighted = fold_window(
-            kv_score, ape, state_cache, row, position, in_batch, before, channels, state_pages,
-            RATIO, HEAD_DIM, PAGE_ROWS,
-        )  # fmt: skip
+        before = entry.slot // PAGE_ROWS * PAGE_ROWS + (entry.position - entry.in_batch) % PAGE_ROWS
+    if entry.valid:
+        before = tl.where(entry.in_batch <= entry.position % RATIO, before, -1)
+        rows = Rows(kv_score, ape, state_cache, state_pages)
+        maximum, total, weighted = fold_window(rows, entry, before, channels, shape)
         if closes:
             tl.store(compressed + index * HEAD_DIM + channels, weighted / total)
         else:
@@ -187,58 +179,58 @@ def _online_write_kernel(
     index = tl.program_id(0)
     channels = tl.arange(0, HEAD_DIM)
     if index < windows:
-        _, position, slot, _, valid = closing_window(
-            index, closing, tokens, kv_pages, table_rows, RATIO, KV_PAGE_ROWS, True
-        )  # fmt: skip
-        if valid:
+        shape = Shape(RATIO, RATIO, HEAD_DIM, HEAD_DIM, PAGE_ROWS, KV_PAGE_ROWS, True)
+        entry = closing_window(Plan(closing, tokens, kv_pages, table_rows), index, shape)
+        if entry.valid:
             c = tl.load(compressed + index * HEAD_DIM + channels)
-            weight, cos, sin = key_factors(position, norm_weight, cos_sin, HEAD_DIM, RATIO, ROPE_DIM)
-            key = norm_rope(c, weight, cos, sin, EPS, HEAD_DIM, ROPE_DIM)
-            store_key(key, slot, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
+            factors = load_factors(norm_weight, cos_sin, entry.position, shape, ROPE_DIM)
+            cache = Cache(kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES)
+            store_key(norm_rope(c, factors, EPS, HEAD_DIM, ROPE_DIM), entry.slot, cache)
     else:
         index -= windows
-        _, _, slot, _, valid = saved_token(index, saving, tokens, state_pages, PAGE_ROWS)
-        if valid:
+        entry = saved_token(index, saving, tokens, state_pages, PAGE_ROWS)
+        if entry.valid:
             maximum, total, weighted = load_state(states, index, channels, index + 1, HEAD_DIM, 1)
-            store_state(state_cache, slot, channels, maximum, total, weighted, HEAD_DIM)
+            store_state(state_cache, entry.slot, channels, maximum, total, weighted, HEAD_DIM)
 
 
 @triton.jit
 def saved_token(index, saving, tokens, state_pages, PAGE_ROWS: tl.constexpr):
-    """An entry of the plan: batch row, position, state slot, rows in the batch, and whether it may write."""
+    """Entry `index` of the plan's states to save."""
     row = tl.load(saving + index * 4)
     position = tl.load(saving + index * 4 + 1)
     slot = tl.load(saving + index * 4 + 2)
     in_batch = tl.load(saving + index * 4 + 3)
     valid = (row >= 0) & (row < tokens) & (slot >= 0) & (slot // PAGE_ROWS < state_pages)
-    return row, position, slot, in_batch, valid & (position >= 0) & (in_batch >= 1)
+    return Entry(row, position, slot, in_batch, valid & (position >= 0) & (in_batch >= 1))
 
 
 @triton.jit
-def fold_window(
-    kv_score, ape, state_cache, row, position, in_batch, before, channels, state_pages,
-    RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr,
-):  # fmt: skip
+def fold_window(rows, entry, before, channels, shape):
     """The state `[channels]` after a batch row: the rows of its window in the batch, and the state before those."""
+    RATIO: tl.constexpr = shape.RATIO
     element = tl.arange(0, RATIO)
-    back = position % RATIO - element
-    if (in_batch >= RATIO) & (row >= RATIO - 1) & (position % RATIO == RATIO - 1):
+    back = entry.position % RATIO - element
+    if (entry.in_batch >= RATIO) & (entry.row >= RATIO - 1) & (entry.position % RATIO == RATIO - 1):
         # The common case of a prefill: nothing to mask.
-        kv, score = load_rows(kv_score, ape, row - (RATIO - 1), element, element, None, channels, HEAD_DIM)
+        kv, score = load_rows(rows, entry.row - (RATIO - 1), element, element, None, channels, shape.HEAD_DIM)
     else:
-        present = (back >= 0) & (back < in_batch) & (back <= row)
-        kv, score = load_rows(kv_score, ape, row - position % RATIO, element, element, present, channels, HEAD_DIM)
+        present = (back >= 0) & (back < entry.in_batch) & (back <= entry.row)
+        start = entry.row - entry.position % RATIO
+        kv, score = load_rows(rows, start, element, element, present, channels, shape.HEAD_DIM)
     maximum, total, weighted = fold(kv, score)
-    old_maximum, old_total, old_weighted = load_state(state_cache, before, channels, state_pages, HEAD_DIM, PAGE_ROWS)
+    old_maximum, old_total, old_weighted = load_state(
+        rows.state_cache, before, channels, rows.state_pages, shape.HEAD_DIM, shape.PAGE_ROWS
+    )
     return merge(old_maximum, old_total, old_weighted, maximum, total, weighted)
 
 
 @triton.jit
-def load_rows(kv_score, ape, first, phase, index, present, channels, HEAD_DIM: tl.constexpr):
+def load_rows(rows, first, phase, index, present, channels, HEAD_DIM: tl.constexpr):
     """kv and biased score `[rows, channels]` of batch rows `first + index`; of those not present 0 and -inf."""
-    rows = kv_score + first.to(tl.int64) * (2 * HEAD_DIM) + index * (2 * HEAD_DIM)
-    at = by_fours(rows, channels[None, :])
-    bias = ape + (phase * HEAD_DIM)[:, None] + channels[None, :]
+    starts = rows.kv_score + first.to(tl.int64) * (2 * HEAD_DIM) + index * (2 * HEAD_DIM)
+    at = by_fours(starts, channels[None, :])
+    bias = rows.ape + (phase * HEAD_DIM)[:, None] + channels[None, :]
     if present is None:
         kv = tl.load(at).to(tl.float32)
         score = tl.load(at + HEAD_DIM).to(tl.float32) + tl.load(bias)

@@ -1,13 +1,14 @@
 """`dequantize_and_gather_k_cache` in Triton.
 
-Each request has a fixed number of programs, which share its rows, some at a time: `out` may be long and few of its
-rows wanted, and a program a block of `out` would mostly be one that leaves at once.
+Each request has a fixed number of programs, which loop over its rows with a grid stride. With one program per block of
+`out`, most would exit at once where `out` is long and few of its rows are wanted.
 """
 
 import triton
 import triton.language as tl
 
 from dsv4_jax.cache import page_stride
+from dsv4_jax.common.ops.helpers.aggregates import Cache
 from dsv4_jax.common.ops.helpers.launch import launch
 from dsv4_jax.common.ops.helpers.quantize_store import bf16_bits
 
@@ -45,8 +46,7 @@ def implement(
         block_table=block_table,
         gather_lens=gather_lens,
         offset=offset,
-        # Triton wants an array for every pointer; what is not read may be any.
-        kv_scale=offset if kv_scale is None else kv_scale,
+        kv_scale=kv_scale,
         out=out,
         pages=pages,
         columns=columns,
@@ -72,6 +72,7 @@ def _gather_kernel(
     block_table += request * columns
     out = out.to(tl.pointer_type(tl.int16)) + (request * length + first) * HEAD_DIM
     channels = tl.arange(0, HEAD_DIM)[None, :]
+    source = Cache(cache, kv_scale, FORMAT, HEAD_DIM, PAGE_ROWS, PAGE_BYTES)
     for start in range(program * ROWS, count, programs * ROWS):
         i = start + tl.arange(0, ROWS)
         position = seq_len - gather_len + i
@@ -80,19 +81,18 @@ def _gather_kernel(
         page = tl.load(block_table + column, mask=wanted, other=-1)
         wanted = (page >= 0) & (page < pages)
         at = cache.to(tl.pointer_type(tl.uint8)) + page.to(tl.int64) * PAGE_BYTES
-        key = _load_keys(at, (position % PAGE_ROWS).to(tl.int64), wanted, kv_scale, FORMAT, HEAD_DIM, PAGE_ROWS, ROWS)
+        key = _load_keys(at, (position % PAGE_ROWS).to(tl.int64), wanted, source, ROWS)
         tl.store(out + i.to(tl.int64)[:, None] * HEAD_DIM + channels, key, mask=wanted[:, None])
 
 
 @triton.jit
-def _load_keys(
-    page, row, wanted, kv_scale,
-    FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+def _load_keys(page, row, wanted, cache, ROWS: tl.constexpr):
     """Keys `[ROWS, HEAD_DIM]` as the bits of bfloat16, from row `row[i]` of the page at `page[i]`."""
+    HEAD_DIM: tl.constexpr = cache.HEAD_DIM
+    PAGE_ROWS: tl.constexpr = cache.PAGE_ROWS
     pages, rows, mask = page[:, None], row[:, None], wanted[:, None]
     channels = tl.arange(0, HEAD_DIM)[None, :]
-    if FORMAT == "fp8_ds_mla":
+    if cache.FORMAT == "fp8_ds_mla":
         ROPE_DIM: tl.constexpr = 64
         NOPE_DIM: tl.constexpr = HEAD_DIM - ROPE_DIM
         VALUE_BYTES: tl.constexpr = NOPE_DIM + 2 * ROPE_DIM
@@ -104,12 +104,12 @@ def _load_keys(
         scales = pages + PAGE_ROWS * VALUE_BYTES + rows * BLOCKS + tl.arange(0, BLOCKS)[None, :]
         scales = tl.load(scales, mask=mask, other=0)
         key = tl.where(channels < NOPE_DIM, bf16_bits(_scaled(_from_fp8(code), scales, ROWS, HEAD_DIM, BLOCKS)), rope)
-    elif FORMAT == "indexer_fp8":
+    elif cache.FORMAT == "indexer_fp8":
         code = tl.load(pages + rows * HEAD_DIM + channels, mask=mask, other=0)
         # As a column of one it would be loaded again for every channel that a thread holds.
         scale = tl.load((page + PAGE_ROWS * HEAD_DIM).to(tl.pointer_type(tl.float32)) + row, mask=wanted, other=0.0)
         key = bf16_bits(_from_fp8(code) * scale[:, None])
-    elif FORMAT == "indexer_mxfp4":
+    elif cache.FORMAT == "indexer_mxfp4":
         HALF: tl.constexpr = HEAD_DIM // 2
         BLOCKS: tl.constexpr = HEAD_DIM // 32
         two = tl.load(pages + rows * HALF + tl.arange(0, HALF)[None, :], mask=mask, other=0)
@@ -119,12 +119,12 @@ def _load_keys(
         scales = pages + PAGE_ROWS * HALF + rows * BLOCKS + tl.arange(0, BLOCKS)[None, :]
         scales = tl.load(scales, mask=mask, other=0)
         key = bf16_bits(_scaled(_from_fp8(code) * 64, scales, ROWS, HEAD_DIM, BLOCKS))
-    elif FORMAT == "bf16":
+    elif cache.FORMAT == "bf16":
         key = tl.load(pages.to(tl.pointer_type(tl.int16)) + rows * HEAD_DIM + channels, mask=mask, other=0)
     else:
-        tl.static_assert(FORMAT == "fp8")
+        tl.static_assert(cache.FORMAT == "fp8")
         code = tl.load(pages + rows * HEAD_DIM + channels, mask=mask, other=0)
-        key = bf16_bits(_from_fp8(code) * tl.load(kv_scale))
+        key = bf16_bits(_from_fp8(code) * tl.load(cache.scale))
     return key
 
 

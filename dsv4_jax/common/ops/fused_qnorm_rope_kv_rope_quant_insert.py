@@ -1,10 +1,14 @@
-"""`fused_qnorm_rope_kv_rope_quant_insert` in Triton: of a token, a program for every few heads and one for its key."""
+"""`fused_qnorm_rope_kv_rope_quant_insert` in Triton.
+
+Each token has a program for every few heads, and one for its key.
+"""
 
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
 from dsv4_jax.cache import page_stride
+from dsv4_jax.common.ops.helpers.aggregates import Cache, Rope
 from dsv4_jax.common.ops.helpers.launch import launch
 from dsv4_jax.common.ops.helpers.quantize_store import bf16_bits, store_key
 from dsv4_jax.common.ops.helpers.rms_norm import rms_norm
@@ -45,8 +49,7 @@ def implement(
         slots=slots,
         positions=positions,
         cos_sin=cos_sin,
-        # Triton wants an array for every pointer; cos_sin stands in for what is not read.
-        kv_scale=cos_sin if kv_scale is None else kv_scale,
+        kv_scale=kv_scale,
         cache=cache,
         pages=cache.shape[0],
         table_rows=cos_sin.shape[0],
@@ -62,54 +65,45 @@ def _qnorm_insert_kernel(
 ):  # fmt: skip
     token = (tl.program_id(0) // PROGRAMS).to(tl.int64)
     part = tl.program_id(0) % PROGRAMS
+    rope = Rope(positions, cos_sin, table_rows, ROPE_DIM)
     if part < PROGRAMS - 1:
         head = part * TILE + tl.arange(0, TILE)
-        _write_heads(
-            token, head, q, positions, cos_sin, out, table_rows, HEADS, PADDED_HEADS, HEAD_DIM, ROPE_DIM, EPS
-        )  # fmt: skip
+        _write_heads(token, head, q, out, rope, HEADS, PADDED_HEADS, HEAD_DIM, EPS)
     else:
-        _insert_key(
-            token, kv, slots, positions, cos_sin, kv_scale, cache, pages, table_rows,
-            HEAD_DIM, ROPE_DIM, FORMAT, PAGE_ROWS, PAGE_BYTES,
-        )  # fmt: skip
+        _insert_key(token, kv, slots, rope, Cache(cache, kv_scale, FORMAT, HEAD_DIM, PAGE_ROWS, PAGE_BYTES), pages)
 
 
 @triton.jit
 def _write_heads(
-    token, head, q, positions, cos_sin, out, table_rows,
-    HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, EPS: tl.constexpr,
+    token, head, q, out, rope,
+    HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Some of a token's heads, normalized and rotated; zeros for those past HEADS."""
     channel = tl.arange(0, HEAD_DIM)
     real = (head < HEADS)[:, None]
-    # Not held up by the position: nearly all tokens have one.
+    # Do not wait for the position: nearly all tokens have one.
     x = tl.load(q + (token * HEADS + head)[:, None] * HEAD_DIM + channel, mask=real, other=0.0).to(tl.float32)
-    inside, cos, sin = _angles(token, positions, cos_sin, table_rows, HEAD_DIM, ROPE_DIM)
-    x = rotate(rms_norm(x, 1.0, EPS, HEAD_DIM), cos, sin, HEAD_DIM, ROPE_DIM)
+    inside, cos, sin = _load_angles(token, rope, HEAD_DIM)
+    x = rotate(rms_norm(x, 1.0, EPS, HEAD_DIM), cos, sin, HEAD_DIM, rope.ROPE_DIM)
     at = out.to(tl.pointer_type(tl.int16)) + (token * PADDED_HEADS + head)[:, None] * HEAD_DIM + channel
     # Rotated zeros may be -0.
     tl.store(at, tl.where(real & inside, bf16_bits(x), 0), mask=(head < PADDED_HEADS)[:, None])
 
 
 @triton.jit
-def _insert_key(
-    token, kv, slots, positions, cos_sin, kv_scale, cache, pages, table_rows,
-    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, FORMAT: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    PAGE_BYTES: tl.constexpr,
-):  # fmt: skip
+def _insert_key(token, kv, slots, rope, cache, pages):
     """A token's key, rotated, at its slot."""
     slot = tl.load(slots + token)
-    x = tl.load(kv + token * HEAD_DIM + tl.arange(0, HEAD_DIM)).to(tl.float32)
-    inside, cos, sin = _angles(token, positions, cos_sin, table_rows, HEAD_DIM, ROPE_DIM)
-    if inside & (slot >= 0) & (slot // PAGE_ROWS < pages):
-        x = rotate(x, cos, sin, HEAD_DIM, ROPE_DIM)
-        store_key(x, slot, cache, kv_scale, FORMAT, HEAD_DIM, PAGE_ROWS, PAGE_BYTES)
+    x = tl.load(kv + token * cache.HEAD_DIM + tl.arange(0, cache.HEAD_DIM)).to(tl.float32)
+    inside, cos, sin = _load_angles(token, rope, cache.HEAD_DIM)
+    if inside & (slot >= 0) & (slot // cache.PAGE_ROWS < pages):
+        store_key(rotate(x, cos, sin, cache.HEAD_DIM, rope.ROPE_DIM), slot, cache)
 
 
 @triton.jit
-def _angles(token, positions, cos_sin, table_rows, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr):
+def _load_angles(token, rope, HEAD_DIM: tl.constexpr):
     """Whether a token's position is in the table, and cos and sin there."""
-    position = tl.load(positions + token)
-    inside = (position >= 0) & (position < table_rows)
-    cos, sin = rope_factors(cos_sin, tl.where(inside, position, 0), HEAD_DIM, ROPE_DIM)
+    position = tl.load(rope.positions + token)
+    inside = (position >= 0) & (position < rope.table_rows)
+    cos, sin = rope_factors(rope.cos_sin, tl.where(inside, position, 0), HEAD_DIM, rope.ROPE_DIM)
     return inside, cos, sin

@@ -38,8 +38,7 @@ def implement(hidden, topk_weights, topk_ids, is_padding, *, outputs):
         hidden=hidden,
         topk_weights=topk_weights,
         topk_ids=topk_ids,
-        # Triton wants an array for every pointer; this one is then not read.
-        is_padding=topk_ids if is_padding is None else is_padding,
+        is_padding=is_padding,
         quads=blocks // 4,
         quantizing=quantizing,
         tokens=tokens,

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from dsv4_jax.cache import page_stride
+from dsv4_jax.common.ops.helpers.aggregates import Cache
 from dsv4_jax.common.ops.helpers.launch import launch
 from dsv4_jax.common.ops.helpers.quantize_store import store_keys
 
@@ -31,8 +32,7 @@ def implement(k, cache, slots, kv_scale, *, cache_format, page_rows):
         },
         k=k,
         slots=slots,
-        # Triton wants an array for every pointer; k stands in for what is not read.
-        kv_scale=k if kv_scale is None else kv_scale,
+        kv_scale=kv_scale,
         cache=cache,
         tokens=tokens,
         pages=pages,
@@ -46,10 +46,10 @@ def _insert_kernel(
     ROWS: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * ROWS
-    # Not held up by the slots: nearly all keys are stored.
+    # Do not wait for the slots: nearly all keys are stored.
     i = tl.arange(0, ROWS * HEAD_DIM)
     x = tl.load(k + start * HEAD_DIM + i, mask=start + i // HEAD_DIM < tokens, other=0.0)
     token = start + tl.arange(0, ROWS)
     slot = tl.load(slots + token, mask=token < tokens, other=-1)
     slot = tl.where(slot // PAGE_ROWS < pages, slot, -1)
-    store_keys(x, slot, cache, kv_scale, FORMAT, HEAD_DIM, PAGE_ROWS, PAGE_BYTES, ROWS)
+    store_keys(x, slot, Cache(cache, kv_scale, FORMAT, HEAD_DIM, PAGE_ROWS, PAGE_BYTES), ROWS)

@@ -1,10 +1,9 @@
 """The head_dim 512 compressors (CSA, HCA) in CuTeDSL for NVIDIA GPUs of compute capability 9.0 and newer.
 
-Short windows (CSA): a CTA of 128 threads holds a whole window in registers, four channels a thread, and stores its key.
-Long ones (HCA): a cluster of eight CTAs shares a window, 64 channels each, which is also a block of the fp8 format; all
-that they need from one another is the sum of squares for RMSNorm, which goes through distributed shared memory. So
-either way one launch goes from scores to bytes. The CTAs after those of the windows save states. Long prefills have a
-kernel of their own, in `compress_prefill`.
+One launch goes from scores to bytes. For a short window (CSA) a CTA of 128 threads holds the whole window in registers,
+four channels per thread, and stores its key. A cluster of eight CTAs shares a long window (HCA), 64 channels each, a
+block of the fp8 format, too. They exchange only the sum of squares for RMSNorm, through distributed shared
+memory. The CTAs after those of the windows save states. Long prefills have their own kernel, in `compress_prefill`.
 """
 
 import dataclasses
@@ -18,10 +17,10 @@ from cutlass import Float32, Int32, Int64
 
 import bridge
 from dsv4_jax.cache import page_stride
+from dsv4_jax.common.sizes import count_work, measure_arrays
 from dsv4_jax.nvidia import support
 from dsv4_jax.nvidia.ops import compress_prefill
-from dsv4_jax.nvidia.ops.helpers import launch
-from dsv4_jax.nvidia.ops.helpers.launch import Arguments, Shape
+from dsv4_jax.nvidia.ops.helpers.launch import STREAM, Arguments, Launch, Shape
 from dsv4_jax.nvidia.ops.helpers.memory import load, load4, store4, store_in_peer
 from dsv4_jax.nvidia.ops.helpers.norm_rope import HALF_WARPS, load_factors, norm_rope, squares_of_cta, sum_of_squares
 from dsv4_jax.nvidia.ops.helpers.quantize_store import store_key
@@ -43,8 +42,8 @@ LONG_THREADS = 256  # of an eighth of a long window: sixteen threads a row
 CLUSTER = 8  # CTAs of a long window: 64 channels each
 WARPS = LONG_THREADS // 32
 GROUPS = LONG_THREADS // 16  # rows that are read at once
-CARVEOUT = 10  # per cent of the L1 cache that are shared memory. Left out, cutlass asks the driver, and needs a GPU
-FEW_WINDOWS = 128  # so many long ones, or fewer, are faster with many registers a thread than with many threads
+CARVEOUT = 10  # percent of the L1 cache that are shared memory; without it cutlass asks the driver, which needs a GPU
+FEW_WINDOWS = 128  # up to this many long windows are faster with many registers per thread than with many threads
 
 
 class Call(NamedTuple):
@@ -61,7 +60,7 @@ def implement(*args, config, save):
     """See `dsv4_jax.compress`: one launch."""
     call = plan(*args, config=config, save=save)
     _, _, state_cache, kv_cache, *_ = args
-    results = dict(zip(call.updates, launched(call), strict=True)) if call else {}
+    results = dict(zip(call.updates, launch(call), strict=True)) if call else {}
     return results.get("state_cache", state_cache), results.get("kv_cache", kv_cache)
 
 
@@ -77,11 +76,10 @@ def plan(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, k
     Args: those of `dsv4_jax.compress`, and save="none". Without `kv_score` every row of a window comes from the state
       cache.
     """
-    tokens = metadata.positions.shape[0]
-    windows = metadata.closing.shape[0] if kv_cache.shape[0] and cos_sin.shape[0] else 0
-    saved = {"all": tokens, "tail": metadata.saving.shape[0], "none": 0}[save] if state_cache.shape[0] else 0
+    windows, saved = count_work(metadata, state_cache, kv_cache, cos_sin, save)
     if windows + saved == 0:
         return None
+    sizes = measure_arrays(metadata, state_cache, kv_cache, cos_sin)
     arrays = {"state_cache": state_cache} if state_cache.shape[0] else {}
     if windows:
         arrays |= {"closing": metadata.closing, "window_slots": metadata.window_slots}
@@ -96,18 +94,14 @@ def plan(kv_score, ape, state_cache, kv_cache, metadata, norm_weight, cos_sin, k
         arrays |= {"positions": metadata.positions, "slot_mapping": metadata.slot_mapping}
     shape = _shape(config, windows, kv_cache, kv_score, norm_weight, save)
     # Measured for save="tail" alone.
-    if metadata.prefill and save == "tail" and compress_prefill.serves(shape) and compress_prefill.pays(shape, tokens):
+    fits = metadata.prefill and save == "tail" and compress_prefill.serves(shape)
+    if fits and compress_prefill.pays(shape, sizes["tokens"]):
         shape = dataclasses.replace(shape, resident=compress_prefill.resident(windows))
         kernel, blocks = compress_prefill.prefill_windows, compress_prefill.blocks(windows)
     else:
         kernel, blocks = _kernel(shape), _blocks(shape, windows, saved)
     updates = tuple(name for name, does in (("state_cache", saved), ("kv_cache", windows)) if does)
-    numbers = {
-        **_lengths(metadata, state_cache, kv_cache, cos_sin),
-        "windows": windows,
-        "saved": saved,
-        "blocks": blocks,
-    }
+    numbers = {**sizes, "windows": windows, "saved": saved, "blocks": blocks}
     return Call(kernel, shape, arrays, numbers, updates)
 
 
@@ -122,20 +116,20 @@ def implement_compress_kv(state_cache, metadata, *, config, outputs):
     numbers = {
         "tokens": metadata.positions.shape[0],
         "state_pages": state_cache.shape[0],
-        # What only the second launch has counts as endless.
+        # The cache and the RoPE table belong to the second launch, so here they bound nothing.
         "kv_pages": 2**31 - 1,
         "table_rows": 2**31 - 1,
         "windows": windows,
         "blocks": windows * CLUSTER if _is_long(shape) else windows,
     }
-    return launched(Call(_kernel(shape), shape, arrays, numbers, ()), compressed)[:1]
+    return launch(Call(_kernel(shape), shape, arrays, numbers, ()), compressed)[:1]
 
 
 def implement_norm_rope_insert(compressed, state_cache, kv_cache, metadata, norm_weight, cos_sin, kv_scale, *, config):
     """See `dsv4_jax.norm_rope_insert_sparse_attn_cutedsl`."""
-    if not (metadata.closing.shape[0] and kv_cache.shape[0] and cos_sin.shape[0]):
+    windows, _ = count_work(metadata, state_cache, kv_cache, cos_sin, "none")
+    if windows == 0:
         return (kv_cache,)
-    windows = metadata.closing.shape[0]
     arrays = {
         "closing": metadata.closing,
         "window_slots": metadata.window_slots,
@@ -146,21 +140,22 @@ def implement_norm_rope_insert(compressed, state_cache, kv_cache, metadata, norm
     }
     if kv_scale is not None:
         arrays["kv_scale"] = kv_scale
-    numbers = _lengths(metadata, state_cache, kv_cache, cos_sin) | {"windows": windows, "blocks": windows}
+    sizes = measure_arrays(metadata, state_cache, kv_cache, cos_sin)
+    numbers = {**sizes, "windows": windows, "blocks": windows}
     shape = _shape(config, windows, kv_cache, None, norm_weight)
-    return launched(Call(_norm_rope_insert, shape, arrays, numbers, ("kv_cache",)))
+    return launch(Call(_norm_rope_insert, shape, arrays, numbers, ("kv_cache",)))
 
 
-def launched(call, out_type=None, *, command_buffer_compatible=True):
-    """The updated arrays and, if `out_type` is given, the compressed rows."""
+def launch(call, out_type=None, *, command_buffer_compatible=True):
+    """Launches a `Call`; returns the updated arrays and, if `out_type` is given, the compressed rows."""
     names = tuple(call.arrays)
     aliases = {names.index(name): i for i, name in enumerate(call.updates)}
     types = [jax.ShapeDtypeStruct(call.arrays[name].shape, call.arrays[name].dtype) for name in call.updates]
     if out_type is not None:
         types.append(out_type)
         names = (*names, "compressed")
-    function = launch.Launch(call.kernel, call.shape, support.gpu_arch(), names, tuple(call.numbers.items()))
-    return bridge.raw_call(
+    function = Launch(call.kernel, call.shape, support.gpu_arch(), names, tuple(call.numbers.items()))
+    return bridge.torch_call(
         function,
         *call.arrays.values(),
         out_type=tuple(types),
@@ -172,8 +167,9 @@ def launched(call, out_type=None, *, command_buffer_compatible=True):
 def _shape(config, windows, kv_cache=None, kv_score=None, norm_weight=None, save="none"):
     return Shape(
         ratio=config.compress_ratio,
-        overlap=config.overlap,
+        window=config.window,
         head_dim=config.head_dim,
+        width=config.width,
         rope_dim=config.rope_head_dim,
         eps=config.eps,
         page_rows=config.page_rows,
@@ -211,17 +207,8 @@ def _blocks(shape, windows, saved):
     return (windows + -(-savers // CLUSTER)) * CLUSTER if _is_long(shape) else windows + savers
 
 
-def _lengths(metadata, state_cache, kv_cache, cos_sin):
-    return {
-        "tokens": metadata.positions.shape[0],
-        "state_pages": state_cache.shape[0],
-        "kv_pages": kv_cache.shape[0],
-        "table_rows": cos_sin.shape[0],
-    }
-
-
 @cute.jit
-def _short_windows(a: Arguments, stream: launch.STREAM, shape: cutlass.Constexpr):
+def _short_windows(a: Arguments, stream: STREAM, shape: cutlass.Constexpr):
     short_window_kernel(a, shape).launch(
         grid=[a.blocks, 1, 1],
         block=[SHORT_THREADS, 1, 1],
@@ -233,7 +220,7 @@ def _short_windows(a: Arguments, stream: launch.STREAM, shape: cutlass.Constexpr
 
 @cute.kernel
 def short_window_kernel(a: Arguments, shape: cutlass.Constexpr):
-    """A CTA a window, then a CTA for every few states to save."""
+    """One CTA per window, then one per few states to save."""
     thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
     if block < a.windows:
         channel = thread * 4
@@ -258,7 +245,7 @@ def short_window_kernel(a: Arguments, shape: cutlass.Constexpr):
 
 
 @cute.jit
-def _norm_rope_insert(a: Arguments, stream: launch.STREAM, shape: cutlass.Constexpr):
+def _norm_rope_insert(a: Arguments, stream: STREAM, shape: cutlass.Constexpr):
     norm_rope_insert_kernel(a, shape).launch(grid=[a.blocks, 1, 1], block=[SHORT_THREADS, 1, 1], stream=stream)
 
 
@@ -271,7 +258,7 @@ def norm_rope_insert_kernel(a: Arguments, shape: cutlass.Constexpr):
     if entry.valid:
         factors = load_factors(a, entry.position, channel, shape)
         c = load4(a.compressed + (Int64(block) * shape.head_dim + channel) * 4, True)
-        # Whether any row is there: each warp looks through all of them, as there is no other word of it.
+        # Whether any row is there. Nothing else says so, so each warp looks through all slots.
         found = cutlass.Boolean(False)
         lane = thread % 32
         for i in range(0, shape.window, 32):
@@ -284,7 +271,7 @@ def norm_rope_insert_kernel(a: Arguments, shape: cutlass.Constexpr):
 
 
 @cute.jit
-def _long_windows(a: Arguments, stream: launch.STREAM, shape: cutlass.Constexpr):
+def _long_windows(a: Arguments, stream: STREAM, shape: cutlass.Constexpr):
     long_window_kernel(a, shape).launch(
         grid=[a.blocks, 1, 1],
         block=[LONG_THREADS, 1, 1],
@@ -297,7 +284,7 @@ def _long_windows(a: Arguments, stream: launch.STREAM, shape: cutlass.Constexpr)
 
 @cute.kernel
 def long_window_kernel(a: Arguments, shape: cutlass.Constexpr):
-    """A cluster a window, 64 channels a CTA; then clusters whose CTAs save states."""
+    """One cluster per window, 64 channels per CTA; then clusters whose CTAs save states."""
     thread, rank = cute.arch.thread_idx()[0], cute.arch.block_idx_in_cluster()
     cluster = cute.arch.block_idx()[0] // CLUSTER
     warp, lane, group = thread // 32, thread % 32, thread // 16
@@ -312,7 +299,7 @@ def long_window_kernel(a: Arguments, shape: cutlass.Constexpr):
     if cluster < a.windows:
         entry = plan_entry(a, cluster, shape)
         if entry.valid:
-            # A CTA's shared memory may be written to once the CTA has begun: waited for after the loads below.
+            # A peer may write to a CTA's shared memory only once that CTA has begun. The wait is after the loads below.
             if cutlass.const_expr(shape.format != "compressed"):
                 cute.arch.cluster_arrive_relaxed()
                 factors = load_factors(a, entry.position, channel, shape)
@@ -321,7 +308,7 @@ def long_window_kernel(a: Arguments, shape: cutlass.Constexpr):
             present = cute.make_rmem_tensor(1, Int32)
             load_window(a, cluster, entry, (GROUPS, rows), group, channel, kv, score, present, shape)
 
-            # Rows that a warp's two halves hold are joined in registers, those of warps in shared memory.
+            # Join the rows of a warp's two halves in registers, those of different warps in shared memory.
             part = softmax_sum(kv, score, rows)
             part = join(part, shuffled(part, 16))
             if lane < 16:
@@ -347,7 +334,7 @@ def long_window_kernel(a: Arguments, shape: cutlass.Constexpr):
                     store_key(a, key, channel, entry.slot, found & (lane < 16), shape)
             else:
                 if cutlass.const_expr(shape.format != "compressed"):
-                    # These must not leave before the peers have written here.
+                    # These warps must not exit before the peers have written to this CTA.
                     cute.arch.cluster_arrive()
                     cute.arch.cluster_wait()
     else:

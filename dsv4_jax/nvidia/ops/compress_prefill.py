@@ -1,8 +1,8 @@
-"""Compressors in CuTeDSL for long prefills: CTAs take windows by turns, and copy the next rows while they work.
+"""Compressors in CuTeDSL for long prefills: each CTA loops over windows with a grid stride, and prefetches rows.
 
-A CTA of 128 threads, four channels each, folds eight rows at a time: a window of CSA, a sixteenth of one of HCA. The
-next eight come into shared memory meanwhile. A thread reads there what it or its neighbor has copied, so that
-a CTA meets but once a window, for RMSNorm. Rows are in flight all the time, by few threads and in one launch.
+A CTA of 128 threads, four channels each, folds eight rows at a time: a window of CSA, a sixteenth of one of HCA.
+Meanwhile it copies the next eight rows into shared memory. A thread reads only what it or its neighbor has copied, so a
+CTA synchronizes once per window, for RMSNorm. Few threads keep rows in flight all the time, in one launch.
 """
 
 import cutlass
@@ -36,10 +36,10 @@ from dsv4_jax.nvidia.ops.helpers.window import (
 )
 
 THREADS = 128
-ROWS = 8  # that are folded at once
-CARVEOUT = 60  # per cent of the L1 cache that are shared memory, for float32 rows; the rest is for the bias
-MULTIPROCESSORS = 132  # an H200's; on another GPU the CTAs are a little too few or too many
-LEAST_ROWS = 16384  # of all windows together; fewer are not enough CTAs
+ROWS = 8  # folded at once
+CARVEOUT = 60  # percent of the L1 cache that are shared memory, for float32 rows; the rest is for the bias
+MULTIPROCESSORS = 132  # of an H200; on another GPU there are a few CTAs too few or too many
+LEAST_ROWS = 16384  # of all windows together; with fewer there are not enough CTAs
 
 
 def serves(shape) -> bool:
@@ -105,9 +105,9 @@ def prefill_kernel(a: Arguments, shape: cutlass.Constexpr):
                 current, checked_entry(a, [following[i] for i in range(4)], shape), index + a.blocks < a.windows
             )
             _load_entry(a, following, index + 2 * a.blocks)
-        if cutlass.const_expr(folds == 1):  # ahead of the wait; long windows need them once in many steps
+        if cutlass.const_expr(folds == 1):  # before the wait; long windows need them once in many steps
             factors = load_factors(a, select(entry.valid, entry.position, Int32(0)), channel, shape)
-        # Also of what closes no window: behind a branch, these loads would not be under way during the wait.
+        # Load the bias also where no window closes: behind a branch, these loads would not overlap the wait.
         _load_bias(a, bias, first, channel, shape)
         await_copies()
         _meet(shape)
@@ -129,7 +129,7 @@ def prefill_kernel(a: Arguments, shape: cutlass.Constexpr):
                 of_key = factors if folds == 1 else load_factors(a, entry.position, channel, shape)
                 c = quotient(part)
                 total = squares_of_cta(squares + place, c)
-                # The other place for the next window's, which a warp may come to while another still reads this one's.
+                # The next window uses the other place: a warp may get there while another still reads this one.
                 place = place ^ HALF_WARPS
                 store_key(a, norm_rope(c, total, of_key, shape), channel, entry.slot, True, shape)
     count = saved_by_cta(THREADS, shape)
@@ -156,7 +156,7 @@ def _stored_entry(held) -> Entry:
 
 
 def _sharers(shape) -> int:
-    """Threads whose channels one copy of sixteen bytes holds: these take rows by turns."""
+    """Threads whose channels one copy of sixteen bytes holds; they take turns in copying rows."""
     return 4 // BYTES[shape.dtype]
 
 
@@ -173,7 +173,7 @@ def _copy(a, entry: Entry, first: Int32, channel: Int32, stage: Int32, shape) ->
     row_bytes = 2 * shape.width * BYTES[shape.dtype]
     whole = is_whole(entry, shape)
     source = batch_address(a, entry, first, channel - 4 * turn, shape) + Int64(turn) * row_bytes
-    # Of the row that is this thread's turn, where the first of the sharers has its channels.
+    # In the row that this thread copies, the place of the first sharer's channels.
     target = stage + turn * (2 * THREADS - 1) * size
     for i in range(0, ROWS, sharers):
         at, into = i * row_bytes, 2 * i * THREADS * size

@@ -34,7 +34,10 @@ class Rows(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """How a launch is divided: heads of a program, keys of a block, programs of a token's heads, warps, blocks in flight."""
+    """How a launch is divided.
+
+    Heads of a program, keys of a block, programs that share a tile of heads, warps, and blocks in flight.
+    """
 
     heads: int
     keys: int
@@ -135,9 +138,9 @@ def choose_tiles(tokens: int, heads: int, columns: list[int]) -> Tiles:
 def _attend_kernel(
     q, cache, indices, lens, cache_2, indices_2, lens_2, kv_scale, sink, o, lse,
     pages, columns, pages_2, columns_2,
-    FORMAT: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, TWO: tl.constexpr,
-    PAGE_ROWS: tl.constexpr, PAGE_BYTES: tl.constexpr, PAGE_ROWS_2: tl.constexpr, PAGE_BYTES_2: tl.constexpr,
-    SCALE: tl.constexpr,
+    FORMAT: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    TWO: tl.constexpr, PAGE_ROWS: tl.constexpr, PAGE_BYTES: tl.constexpr, PAGE_ROWS_2: tl.constexpr,
+    PAGE_BYTES_2: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """A program for a tile of a token's heads, over all of its keys."""
     TILES: tl.constexpr = (HEADS + TILE - 1) // TILE
@@ -164,9 +167,9 @@ def _attend_kernel(
 def _attend_part_kernel(
     q, cache, indices, lens, cache_2, indices_2, lens_2, kv_scale, part, largest, total,
     pages, columns, pages_2, columns_2, splits,
-    FORMAT: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, TWO: tl.constexpr,
-    PAGE_ROWS: tl.constexpr, PAGE_BYTES: tl.constexpr, PAGE_ROWS_2: tl.constexpr, PAGE_BYTES_2: tl.constexpr,
-    SCALE: tl.constexpr,
+    FORMAT: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    TWO: tl.constexpr, PAGE_ROWS: tl.constexpr, PAGE_BYTES: tl.constexpr, PAGE_ROWS_2: tl.constexpr,
+    PAGE_BYTES_2: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """A program for a tile of a token's heads, over a share of its keys; what it found without a key, is not stored."""
     TILES: tl.constexpr = (HEADS + TILE - 1) // TILE
@@ -229,18 +232,17 @@ def _divisor(largest, total, sink):
 
 @triton.jit
 def _lse(largest, total):
-    return tl.where(
-        total == 0, float("inf"), (largest + tl.log2(tl.where(total == 0, 1.0, total))) * 0.6931471805599453
-    )
+    found = tl.where(total == 0, 1.0, total)
+    return tl.where(total == 0, float("inf"), (largest + tl.log2(found)) * 0.6931471805599453)
 
 
 @triton.jit
 def _sum_over_keys(
     q, present, cache, indices, lens, cache_2, indices_2, lens_2, kv_scale,
     pages, columns, pages_2, columns_2, token, share, shares,
-    FORMAT: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, TWO: tl.constexpr,
-    PAGE_ROWS: tl.constexpr, PAGE_BYTES: tl.constexpr, PAGE_ROWS_2: tl.constexpr, PAGE_BYTES_2: tl.constexpr,
-    SCALE: tl.constexpr,
+    FORMAT: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    TWO: tl.constexpr, PAGE_ROWS: tl.constexpr, PAGE_BYTES: tl.constexpr, PAGE_ROWS_2: tl.constexpr,
+    PAGE_BYTES_2: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum over a share of a token's keys, of heads q `[TILE]`: channels from 0, 256, 384 and 448 on, the
     largest score (in powers of 2) and the sum of weights relative to it.

@@ -3,9 +3,9 @@
 The interpreter narrows float32 to bfloat16 and fp8 by cutting bits off, and widens bfloat16's subnormals to other
 numbers; GPUs round to nearest, ties to even, and widen exactly. Here ml_dtypes' conversions replace its own while a
 kernel runs. It gives a comparison of integers an integer's type, and Triton 3.9 refuses a scalar one as the mask of a
-block. It multiplies the bits of bfloat16 matrices as if they were integers. Three things made it slow: it called the function of a `tl.reduce` for each element (here for each slice), it
-patched all of triton.language again at each call of a helper (here once per launch), and it built a table of dtypes
-each time it looked one up.
+block. It multiplies the bits of bfloat16 matrices as if they were integers. Three things made it slow: it called the
+function of a `tl.reduce` for each element (here for each slice), it patched all of triton.language again at each call
+of a helper (here once per launch), and it built a table of dtypes each time it looked one up.
 """
 
 import contextlib

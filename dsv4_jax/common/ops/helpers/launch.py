@@ -38,11 +38,14 @@ def launch(kernel, grid: int, *, updates=(), outputs=None, num_warps: int, const
       outputs: name to `jax.ShapeDtypeStruct` of new arrays, results or outputs; the last array parameters.
       num_warps: warps of a program, of 32 threads each; where a warp has more, fewer are started.
       constants: `constexpr` parameters.
-      **args: arrays and integers.
+      **args: arrays and integers; None for an array that is absent, which the kernel then must not read.
 
     Returns:
       The updated arrays, then the outputs.
     """
+    # A kernel has a pointer for every array. Where an array is absent, another stands in.
+    stand_in = next(value for value in args.values() if not (value is None or isinstance(value, int)))
+    args = {name: stand_in if value is None else value for name, value in args.items()}
     compiled = isinstance(kernel, triton.runtime.JITFunction)
     launcher = _launcher.get() or (_launch_gpu if compiled else _launch_interpreted)
     return launcher(kernel, grid, updates, outputs or {}, num_warps, constants, args)
@@ -69,6 +72,7 @@ def _launch_gpu(kernel, grid, updates, outputs, num_warps, constants, args):
             input_output_aliases={operands.index(name): len(outputs) + i for i, name in enumerate(updates)},
             num_warps=max(1, num_warps * 32 // gpus.wave_size(arch)),
             compute_capability=gpus.compute_capability(arch),
+            backend_options={"enable_fp_fusion": True},  # Triton 3.10 means to turn it off by default
             **args,
             **constants,
         )
@@ -82,7 +86,9 @@ def _launch_interpreted(kernel, grid, updates, outputs, _, constants, args):
     numbers = {name: value for name, value in args.items() if isinstance(value, int)}
 
     def run(*tensors):
-        arrays = dict(zip([*names, *outputs], tensors, strict=True))
+        # The interpreter cannot copy a tensor without elements; one that has some stands in, and is not read.
+        filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+        arrays = dict(zip([*names, *outputs], filled, strict=True))
         with interpreter.amended():
             kernel[(grid,)](**arrays, **numbers, **constants)
 

@@ -1,4 +1,4 @@
-"""Triton: finished keys become bytes in their pages; one helper a cache format.
+"""Triton: finished keys become bytes in their pages; one helper per cache format.
 
 The rounding rules are those of `dsv4_jax.cache.CacheFormat.pack`.
 """
@@ -8,52 +8,44 @@ import triton.language as tl
 
 
 @triton.jit
-def store_key(
-    x, slot, kv_cache, kv_scale,
-    FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr, PAGE_BYTES: tl.constexpr,
-):  # fmt: skip
-    """Quantizes a key `[HEAD_DIM]` float32 and stores it at its slot of a cache of `FORMAT`."""
-    slots = slot + tl.zeros((1,), tl.int32)
-    store_keys(x, slots, kv_cache, kv_scale, FORMAT, HEAD_DIM, KV_PAGE_ROWS, PAGE_BYTES, 1)
+def store_key(x, slot, cache):
+    """Quantizes a key `[HEAD_DIM]` float32 and stores it at its slot of a cache."""
+    store_keys(x, slot + tl.zeros((1,), tl.int32), cache, 1)
 
 
 @triton.jit
-def store_keys(
-    x, slots, kv_cache, kv_scale,
-    FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
+def store_keys(x, slots, cache, ROWS: tl.constexpr):
     """Quantizes keys `[ROWS * HEAD_DIM]`, float32 or bfloat16, and stores those whose slot `[ROWS]` is not negative."""
-    page = (kv_cache.to(tl.pointer_type(tl.uint8)) + (slots // KV_PAGE_ROWS).to(tl.int64) * PAGE_BYTES)[:, None]
-    row = (slots % KV_PAGE_ROWS).to(tl.int64)[:, None]
+    page = cache.pages.to(tl.pointer_type(tl.uint8)) + (slots // cache.PAGE_ROWS).to(tl.int64) * cache.PAGE_BYTES
+    page = page[:, None]
+    row = (slots % cache.PAGE_ROWS).to(tl.int64)[:, None]
     wanted = (slots >= 0)[:, None]
-    channels = tl.arange(0, HEAD_DIM)[None, :]
-    if FORMAT == "fp8_ds_mla":
-        _store_fp8_ds_mla(x, page, row, wanted, HEAD_DIM, KV_PAGE_ROWS, ROWS)
-    elif FORMAT == "indexer_fp8":
-        _store_indexer_fp8(x, page, row, wanted, HEAD_DIM, KV_PAGE_ROWS, ROWS)
-    elif FORMAT == "indexer_mxfp4":
-        _store_indexer_mxfp4(x, page, row, wanted, HEAD_DIM, KV_PAGE_ROWS, ROWS)
-    elif FORMAT == "bf16":
-        values = page.to(tl.pointer_type(tl.int16)) + row * HEAD_DIM
-        tl.store(values + channels, tl.reshape(bf16_bits(x), (ROWS, HEAD_DIM)), mask=wanted)
+    channels = tl.arange(0, cache.HEAD_DIM)[None, :]
+    if cache.FORMAT == "fp8_ds_mla":
+        _store_fp8_ds_mla(x, page, row, wanted, cache, ROWS)
+    elif cache.FORMAT == "indexer_fp8":
+        _store_indexer_fp8(x, page, row, wanted, cache, ROWS)
+    elif cache.FORMAT == "indexer_mxfp4":
+        _store_indexer_mxfp4(x, page, row, wanted, cache, ROWS)
+    elif cache.FORMAT == "bf16":
+        values = page.to(tl.pointer_type(tl.int16)) + row * cache.HEAD_DIM
+        tl.store(values + channels, tl.reshape(bf16_bits(x), (ROWS, cache.HEAD_DIM)), mask=wanted)
     else:
-        tl.static_assert(FORMAT == "fp8")
-        code = fp8_code(tl.div_rn(x.to(tl.float32), tl.load(kv_scale)))
-        tl.store(page + row * HEAD_DIM + channels, tl.reshape(code, (ROWS, HEAD_DIM)), mask=wanted)
+        tl.static_assert(cache.FORMAT == "fp8")
+        code = fp8_code(tl.div_rn(x.to(tl.float32), tl.load(cache.scale)))
+        tl.store(page + row * cache.HEAD_DIM + channels, tl.reshape(code, (ROWS, cache.HEAD_DIM)), mask=wanted)
 
 
 @triton.jit
-def _store_fp8_ds_mla(
-    x, page, row, wanted, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
+def _store_fp8_ds_mla(x, page, row, wanted, cache, ROWS: tl.constexpr):
+    HEAD_DIM: tl.constexpr = cache.HEAD_DIM
     ROPE_DIM: tl.constexpr = 64
     NOPE_DIM: tl.constexpr = HEAD_DIM - ROPE_DIM
     VALUE_BYTES: tl.constexpr = NOPE_DIM + 2 * ROPE_DIM
     BLOCKS: tl.constexpr = HEAD_DIM // 64
     channels = tl.arange(0, HEAD_DIM)[None, :]
     values = page + row * VALUE_BYTES
-    # The RoPE part is its own eighth block of 64: computed with the others, not stored.
+    # The RoPE part is an eighth block of 64 channels: it is scaled with the others, but its codes are not stored.
     scaled, exponents = scale_blocks(round_bf16(x), 64, 448.0, 1e-4, ROWS * HEAD_DIM)
     tl.store(
         values + channels,
@@ -64,29 +56,26 @@ def _store_fp8_ds_mla(
     tl.store(rope, tl.reshape(bf16_bits(x), (ROWS, HEAD_DIM)), mask=wanted & (channels >= NOPE_DIM))
     block = tl.arange(0, BLOCKS)[None, :]
     scale = tl.where(block < NOPE_DIM // 64, tl.reshape(exponents, (ROWS, BLOCKS)) + 127, 0)
-    tl.store(page + KV_PAGE_ROWS * VALUE_BYTES + row * BLOCKS + block, scale.to(tl.uint8), mask=wanted)
+    tl.store(page + cache.PAGE_ROWS * VALUE_BYTES + row * BLOCKS + block, scale.to(tl.uint8), mask=wanted)
 
 
 @triton.jit
-def _store_indexer_fp8(
-    x, page, row, wanted, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
+def _store_indexer_fp8(x, page, row, wanted, cache, ROWS: tl.constexpr):
+    HEAD_DIM: tl.constexpr = cache.HEAD_DIM
     scaled, exponents = scale_blocks(round_bf16(x), HEAD_DIM, 448.0, 1e-4, ROWS * HEAD_DIM)
     code = tl.reshape(_block_codes(scaled, exponents, ROWS), (ROWS, HEAD_DIM))
     tl.store(page + row * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], code, mask=wanted)
-    scales = (page + KV_PAGE_ROWS * HEAD_DIM).to(tl.pointer_type(tl.int32))
+    scales = (page + cache.PAGE_ROWS * HEAD_DIM).to(tl.pointer_type(tl.int32))
     tl.store(scales + row, (exponents[:, None] + 127) << 23, mask=wanted)
 
 
 @triton.jit
-def _store_indexer_mxfp4(
-    x, page, row, wanted, HEAD_DIM: tl.constexpr, KV_PAGE_ROWS: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    HALF: tl.constexpr = HEAD_DIM // 2
-    BLOCKS: tl.constexpr = HEAD_DIM // 32
-    values, exponents = quantize_mxfp4(x, ROWS * HEAD_DIM)
+def _store_indexer_mxfp4(x, page, row, wanted, cache, ROWS: tl.constexpr):
+    HALF: tl.constexpr = cache.HEAD_DIM // 2
+    BLOCKS: tl.constexpr = cache.HEAD_DIM // 32
+    values, exponents = quantize_mxfp4(x, ROWS * cache.HEAD_DIM)
     tl.store(page + row * HALF + tl.arange(0, HALF)[None, :], tl.reshape(values, (ROWS, HALF)), mask=wanted)
-    scales = page + KV_PAGE_ROWS * HALF + row * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+    scales = page + cache.PAGE_ROWS * HALF + row * BLOCKS + tl.arange(0, BLOCKS)[None, :]
     tl.store(scales, (tl.reshape(exponents, (ROWS, BLOCKS)) + 127).to(tl.uint8), mask=wanted)
 
 

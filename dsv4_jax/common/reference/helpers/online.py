@@ -1,8 +1,8 @@
-"""The online state: of an open window's scores the maximum, and sums over its rows, instead of the rows themselves.
+"""The online state: the maximum of an open window's scores and sums over its rows, instead of the rows themselves.
 
-A state row is `[maximum, sum, weighted]`, each `[W]` float32: for each channel the largest score, `Σ exp(score -
-maximum)`, and `Σ exp(score - maximum) · kv`. Before any row it is `[-inf, 0, 0]`. `weighted / sum` is the window's
-softmax-sum.
+A state row is `[maximum, sum, weighted]`, each `[W]` float32. Per channel, these are the largest score,
+`Σ exp(score - maximum)` and `Σ exp(score - maximum) · kv`. Before any row, the state is `[-inf, 0, 0]`. The window's
+softmax-sum is `weighted / sum`.
 """
 
 import jax
@@ -18,7 +18,7 @@ def window_sums(kv_score, ape, state_cache, metadata, config) -> jax.Array:
 
 
 def saved_states(kv_score, ape, state_cache, metadata, config) -> tuple[jax.Array, jax.Array]:
-    """The states `[S, 3W]` after the tokens in `metadata.saving`, and their slots `[S]`, -1 where it names none."""
+    """The states `[S, 3W]` after the tokens in `metadata.saving`, and their slots `[S]`; -1 for no state."""
     row, position, slot, in_batch = metadata.saving.T
     # The state before lies in the same page.
     page_rows = config.page_rows

@@ -20,7 +20,7 @@ def normalized_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, 
     """The keys of the windows that this batch closes.
 
     Args:
-      kv_score: `[T, 2W]`, or None: then every row of a window comes from the state cache.
+      kv_score: `[T, 2W]`; None if every row of a window comes from the state cache.
       ape: `[m, W]` float32, or None with `kv_score`.
       state_cache: `[pages, page_rows, config.state_width]` float32.
       metadata: `CompressorMetadata`.
@@ -29,7 +29,7 @@ def normalized_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, 
       config: `CompressorConfig`.
 
     Returns:
-      keys `[N, D]` float32 and their cache slots `[N]` int32, -1 where `metadata.closing` names no window.
+      keys `[N, D]` float32 and their cache slots `[N]` int32; -1 if the entry of `metadata.closing` names no window.
     """
     row, position, slot, in_batch = metadata.closing.T
     m, tokens = config.compress_ratio, metadata.positions.shape[0]
@@ -50,7 +50,7 @@ def normalized_keys(kv_score, ape, state_cache, metadata, norm_weight, cos_sin, 
 
 
 def _window(kv_score, ape, state_cache, slots, row, in_batch, config):
-    """kv and score `[N, n, D]` of each window, and which of its rows there are `[N, n]`."""
+    """kv and score `[N, n, D]` of each window, and which of its rows exist, `[N, n]`."""
     m, d, w = config.compress_ratio, config.head_dim, config.width
     pages, page_rows, _ = state_cache.shape
     present = (slots >= 0) & (slots // page_rows < pages)
@@ -74,7 +74,7 @@ def _window(kv_score, ape, state_cache, slots, row, in_batch, config):
 
 
 def _halves(rows, config):
-    """The columns of kv and score that a window reads: with overlap the older half of it reads the first D."""
+    """The columns of kv and score that a window reads. With overlap, its older half reads the first D."""
     d, w, m = config.head_dim, config.width, config.compress_ratio
     rows = rows.astype(jnp.float32)
     if not config.overlap:
@@ -85,7 +85,7 @@ def _halves(rows, config):
 
 
 def _softmax_sum(kv, score, present):
-    """Softmax over the window for each channel, times kv."""
+    """Per channel, the sum over the window of softmax times kv."""
     score = jnp.where(present[..., None], score, -jnp.inf)
     weight = jnp.exp(score - score.max(axis=1, keepdims=True))
     return (weight * kv).sum(axis=1) / weight.sum(axis=1)

@@ -4,10 +4,12 @@ import ctypes
 import dataclasses
 import functools
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
+import torch
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
@@ -22,7 +24,7 @@ class Shape:
     `resident` than few.)
 
     Attributes:
-      ratio, overlap, head_dim, rope_dim, eps, page_rows, kv_page_rows: of the `CompressorConfig`.
+      ratio, window, head_dim, width, rope_dim, eps, page_rows, kv_page_rows: of the `CompressorConfig`.
       format: of the cache, or "compressed": float32 rows before RMSNorm, by window.
       page_bytes: of a cache page.
       dtype: of `kv_score`, or None: every row comes from the state cache.
@@ -32,8 +34,9 @@ class Shape:
     """
 
     ratio: int
-    overlap: bool
+    window: int
     head_dim: int
+    width: int
     rope_dim: int
     eps: float
     page_rows: int
@@ -46,12 +49,8 @@ class Shape:
     resident: int
 
     @property
-    def window(self) -> int:
-        return self.ratio * (2 if self.overlap else 1)
-
-    @property
-    def width(self) -> int:
-        return self.head_dim * (2 if self.overlap else 1)
+    def overlap(self) -> bool:
+        return self.window > self.ratio
 
     @property
     def from_batch(self) -> bool:
@@ -125,14 +124,29 @@ def loaded(kernel, shape: Shape, arch: str):
         raise
 
 
+class Packed:
+    """Words of eight bytes that a compiled function takes as they are, by cutlass's protocol for types of one's own.
+
+    Converting Python numbers one by one, as cutlass does otherwise, takes longer than the launch.
+    """
+
+    def __init__(self, *values: int):
+        self.words = (ctypes.c_int64 * len(values))(*values)
+        first = ctypes.addressof(self.words)
+        self._pointers = [ctypes.c_void_p(first + 8 * i) for i in range(len(values))]
+
+    def __c_pointers__(self) -> list[ctypes.c_void_p]:
+        return self._pointers
+
+
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A function `(stream, *addresses)`, the addresses named by `names` in their order, that launches a kernel.
+    """A function of tensors, of which `names` has the names in their order, that launches a kernel on torch's stream.
 
     May run while a CUDA graph is recorded, and on several threads at once.
     """
 
-    kernel: object
+    kernel: Callable
     shape: Shape
     arch: str
     names: tuple[str, ...]
@@ -144,58 +158,17 @@ class Launch:
 
     def __post_init__(self):
         object.__setattr__(self, "_function", loaded(self.kernel, self.shape, self.arch))
-        object.__setattr__(self, "_given", 1 + len(self.names))
-        object.__setattr__(self, "_of_thread", {})
+        object.__setattr__(self, "_places", [Arguments._fields.index(name) for name in self.names])
+        object.__setattr__(self, "_spare", [])  # arguments that no launch is using
 
-    def __call__(self, *stream_and_addresses: int) -> None:
-        values, launch, pointers = self._of_thread.get(threading.get_ident()) or self._prepared()
-        values[: self._given] = stream_and_addresses
-        launch()
-        if values[-1]:
-            self._function.run_compiled_program(pointers)  # again, to raise what the error is
-
-    def _prepared(self) -> tuple:
-        """What a thread launches with: every argument in eight bytes of one array, and a call that has their addresses.
-
-        Calling the compiled function with Python objects instead would convert them one by one, at several microseconds
-        each.
-
-        It is kept by the thread's number, as no two threads have one number at a time. A `threading.local` would be
-        empty at every call on a thread that Python did not start, as XLA's own are.
-        """
-        given, numbers = ("stream", *self.names), dict(self.numbers)
-        names = given + tuple(name for name in Arguments._fields if name not in given) + ("error",)
-        values = (ctypes.c_int64 * len(names))(*(numbers.get(name, 0) for name in names))
-        address = {name: ctypes.addressof(values) + 8 * i for i, name in enumerate(names)}
-        pointers = [ctypes.c_void_p(address[name]) for name in (*Arguments._fields, "stream")]
-        held = values, launcher(self._function, pointers, address["error"]), pointers
-        return self._of_thread.setdefault(threading.get_ident(), held)
-
-
-def launcher(function, pointers: list, error: int):
-    """`function.run_compiled_program` on pointers to arguments that stay where they are.
-
-    That packs them at every call, which takes longer than the launch; this packs them once and calls the C function,
-    which cutlass keeps in attributes that it does not document. Where they are missing, it is `run_compiled_program`.
-
-    Args:
-      function: what `loaded` returns.
-      pointers: `ctypes.c_void_p` to the arguments.
-      error: the address of an int32 for the CUDA error, 0 if there is none. `run_compiled_program` raises it itself.
-    """
-    if packs_as_here(function):
-        packed = (ctypes.c_void_p * (len(pointers) + 1))(*pointers, error)
-        # Without types of arguments and result ctypes has nothing to convert, which halves what it takes.
-        untyped = ctypes.CFUNCTYPE(None)(ctypes.cast(function.capi_func, ctypes.c_void_p).value)
-        return functools.partial(untyped, ctypes.byref(packed))
-    return functools.partial(function.run_compiled_program, pointers)
-
-
-def packs_as_here(function) -> bool:
-    """Whether a C function takes its arguments' addresses and last that of an int32, the error; see `launcher`."""
-    c_function = getattr(function, "capi_func", None)
-    return (
-        getattr(c_function, "argtypes", None) == (ctypes.c_void_p,)
-        and isinstance(getattr(function, "cuda_result", None), ctypes.c_int32)
-        and getattr(function, "exec_context", 0) is None
-    )
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        try:
+            arguments, stream = self._spare.pop()
+        except IndexError:
+            numbers = dict(self.numbers)
+            arguments, stream = Packed(*(numbers.get(name, 0) for name in Arguments._fields)), Packed(0)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            arguments.words[place] = tensor.data_ptr()
+        stream.words[0] = torch.cuda.current_stream().cuda_stream
+        self._function(arguments, stream)
+        self._spare.append((arguments, stream))
