@@ -266,7 +266,7 @@ def _sum_over_keys(
         factor = tl.load(kv_scale)
     length = tl.minimum(tl.load(lens + token), columns)
     blocks = tl.cdiv(tl.maximum(length, 0), KEYS)
-    all_blocks = blocks
+    all_blocks, length_2 = blocks, 0
     if TWO:
         length_2 = tl.minimum(tl.load(lens_2 + token), columns_2)
         all_blocks += tl.cdiv(tl.maximum(length_2, 0), KEYS)
@@ -289,10 +289,10 @@ def _sum_over_keys(
             counts = (index >= 0) & (index // PAGE_ROWS < pages)
             base = cache.to(tl.pointer_type(tl.uint8))
         at, scales = base + at, base + scales
-        k_a = _piece(at, scales, counts, factor, 0, 256, FORMAT, KEYS)
-        k_b = _piece(at, scales, counts, factor, 256, 128, FORMAT, KEYS)
-        k_c = _piece(at, scales, counts, factor, 384, 64, FORMAT, KEYS)
-        k_d = _piece(at, scales, counts, factor, 448, 64, FORMAT, KEYS)
+        k_a = _piece(at, scales, counts, factor, tl.constexpr(0), tl.constexpr(256), FORMAT, KEYS)
+        k_b = _piece(at, scales, counts, factor, tl.constexpr(256), tl.constexpr(128), FORMAT, KEYS)
+        k_c = _piece(at, scales, counts, factor, tl.constexpr(384), tl.constexpr(64), FORMAT, KEYS)
+        k_d = _piece(at, scales, counts, factor, tl.constexpr(448), tl.constexpr(64), FORMAT, KEYS)
         scores = tl.dot(q_a, tl.trans(k_a))
         scores = tl.dot(q_b, tl.trans(k_b), scores)
         scores = tl.dot(q_c, tl.trans(k_c), scores)
