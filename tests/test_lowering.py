@@ -25,6 +25,8 @@ KINDS = {
 }
 KERNELS_WITH_FP8_ALONE = {"_indexer_q_fp8_kernel", "_inv_rope_quant_kernel", "_prepare_kernel"}
 KERNELS = KERNELS_WITH_FP8_ALONE | {
+    "_attend_kernel",
+    "_attend_part_kernel",
     "_combine_kernel",
     "_compress_kernel",
     "_compress_store_kernel",
@@ -33,6 +35,7 @@ KERNELS = KERNELS_WITH_FP8_ALONE | {
     "_indexer_q_fp4_kernel",
     "_insert_kernel",
     "_inv_rope_kernel",
+    "_join_kernel",
     "_online_fold_kernel",
     "_online_walk_kernel",
     "_online_write_kernel",
