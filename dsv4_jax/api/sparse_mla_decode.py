@@ -171,4 +171,10 @@ def _triton():
     return implement
 
 
-OP = Op("sparse_mla_decode", outputs=outputs, xla=reference.implement, triton=_triton)
+OP = Op(
+    "sparse_mla_decode",
+    outputs=outputs,
+    xla=reference.implement,
+    triton=_triton,
+    fp8=lambda *, cache_format, quant_group_size, **_: cache_format != "bf16" or quant_group_size is not None,
+)

@@ -58,4 +58,10 @@ def _triton():
     return implement
 
 
-OP = Op("sparse_mla_prefill", outputs=outputs, xla=reference.implement, triton=_triton)
+OP = Op(
+    "sparse_mla_prefill",
+    outputs=outputs,
+    xla=reference.implement,
+    triton=_triton,
+    fp8=lambda *, quant_group_size, **_: quant_group_size is not None,
+)
