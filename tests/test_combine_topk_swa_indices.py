@@ -207,11 +207,11 @@ def test_inside_jit(implementation):
 def test_int64(implementation):
     """int64 beyond int32 does not wrap round to an index that is inside."""
     with jax.enable_x64(True):
-        topk = jnp.asarray(np.array([[1, 2**32 + 1], [2, -(2**40)]]))
+        topk = jnp.asarray(np.array([[0, 2**32], [2**32 + 1, -(2**40)]]))
         got = dsv4_jax.combine_topk_swa_indices(
             topk, jnp.array([0, 2]), jnp.array([2]), jnp.array([2]), 2, 1, 2, 12, 8, implementation=implementation
         )
-        same((got[0][:, :4], got[1]), ([[1, 8, -1, -1], [2, -1, 8, 9]], [2, 4]))
+        same((got[0][:, :4], got[1]), ([[0, 8, -1, -1], [-1, -1, 8, 9]], [2, 4]))
 
 
 def test_programs_in_the_docs(capsys):
