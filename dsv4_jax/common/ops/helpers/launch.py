@@ -87,7 +87,7 @@ def _launch_interpreted(kernel, grid, updates, outputs, _, constants, args):
 
     def run(*tensors):
         arrays = dict(zip([*names, *outputs], tensors, strict=True))
-        with interpreter.amended():
+        with interpreter.correct_rounding():
             kernel[(grid,)](**arrays, **numbers, **constants)
 
     results = bridge.torch_call(
