@@ -2,15 +2,23 @@
 PYTHON ?= python3.12
 BIN := .venv/bin
 
-.PHONY: demo test lint sweep docs clean
+.PHONY: demo check test lint sweep docs clean
 .DELETE_ON_ERROR: # no .venv that is half made
 
 demo: .venv/.demo
 	$(BIN)/python -m dsv4_jax demo
 
+# XLA's optimizations take most of the tests' time; `make sweep` keeps them.
+PYTEST = JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not sweep"
+
 test: .venv/.test
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not sweep"
+	$(PYTEST)
 	$(MAKE) --no-print-directory lint
+
+# Two minutes: lint, types and the tests that need JAX alone.
+NEEDS_MORE = bench% bridge% checkpoint compressor cutedsl% demo dlpack examples gpu% huggingface interpreter lowering readme
+check: lint
+	$(PYTEST) -k "not triton" $(filter-out $(NEEDS_MORE:%=tests/test_%.py),$(wildcard tests/test_*.py))
 
 # What takes minutes more.
 sweep: .venv/.test

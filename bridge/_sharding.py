@@ -18,8 +18,8 @@ from bridge._primitive import varying
 def call_on_shards(bind: Callable, rule: Any, name: str, args: tuple, in_avals: tuple, out_avals: tuple) -> list:
     """`bind(args, out_avals, one_device)`, on whole arrays or inside `jax.shard_map` on shards."""
     names = None if rule is None else _parsed(rule, in_avals, out_avals)
-    shardings = [getattr(jax.typeof(arg), "sharding", None) for arg in args]
-    meshes = [*(s.mesh for s in shardings if s is not None), jax.sharding.get_abstract_mesh()]
+    shardings = [jax.typeof(arg).sharding for arg in args]
+    meshes = [*(s.mesh for s in shardings), jax.sharding.get_abstract_mesh()]
     meshes = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
     if not meshes:
         return bind(_varying_alike(args), out_avals, rule is not None)

@@ -21,11 +21,16 @@ from dsv4_jax.api.norm_rope_insert_sparse_attn_cutedsl import norm_rope_insert_s
 from dsv4_jax.api.prepare_megamoe_inputs import prepare_megamoe_inputs
 from dsv4_jax.api.quantize_and_insert_k_cache import quantize_and_insert_k_cache
 from dsv4_jax.api.save_partial_states import save_partial_states
+from dsv4_jax.api.sparse_mla_decode import sparse_mla_decode
+from dsv4_jax.api.sparse_mla_prefill import sparse_mla_prefill
+from dsv4_jax.attention_metadata import AttentionMetadata
 from dsv4_jax.cache import CACHE_FORMATS, CacheFormat
 from dsv4_jax.checkpoint import load_compressors
 from dsv4_jax.config import CompressorConfig
+from dsv4_jax.export import EXPORT_DISABLED_CHECKS
 from dsv4_jax.metadata import CompressorMetadata
 from dsv4_jax.rope import Yarn
+from dsv4_jax.sharding import refuse_sharded
 
 if TYPE_CHECKING:
     from dsv4_jax.compressor import DeepseekCompressor
@@ -34,6 +39,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CACHE_FORMATS",
+    "EXPORT_DISABLED_CHECKS",
+    "AttentionMetadata",
     "CacheFormat",
     "CompressorConfig",
     "CompressorMetadata",
@@ -56,7 +63,10 @@ __all__ = [
     "norm_rope_insert_sparse_attn_cutedsl",
     "prepare_megamoe_inputs",
     "quantize_and_insert_k_cache",
+    "refuse_sharded",
     "save_partial_states",
+    "sparse_mla_decode",
+    "sparse_mla_prefill",
 ]
 
 

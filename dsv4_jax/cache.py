@@ -6,6 +6,7 @@ row after row, then all scales, row after row. A plain format is an ordinary arr
 
 import dataclasses
 import math
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from dsv4_jax import checks
+from dsv4_jax.promotion import own_rules
 
 ROPE_DIM = 64
 FP8_MAX = 448.0
@@ -88,6 +90,7 @@ class CacheFormat:
 
     def check_cache(self, name: str, cache, page_rows: int) -> None:
         """Raises unless `cache` (an array or its type) can hold pages of `page_rows` rows of this format."""
+        checks.not_a_ref(name, cache)
         if not hasattr(cache, "dtype") or not hasattr(cache, "shape"):
             raise TypeError(f"{name} is a {type(cache).__name__}; it must be an array")
         if cache.dtype != self.dtype:
@@ -105,14 +108,27 @@ class CacheFormat:
             )
 
     def check_scale(self, name: str, scale) -> jax.Array | None:
-        """Returns the divisor of values, `[]` float32 or None; raises if it is missing or not wanted."""
+        """Returns the divisor of values, `[]` float32 or None; raises if it is missing or not wanted.
+
+        A number or a NumPy array must be positive, finite and of float32's range. The values of JAX arrays are not
+        checked: they may be traced.
+        """
         if self.needs_scale == (scale is None):
             must = "a float32 scalar" if self.needs_scale else "None"
             raise ValueError(f"{name} is {scale!r}; for the cache format {self.name} it must be {must}")
+        if scale is None:
+            return None
         if isinstance(scale, int | float):
-            scale = jnp.float32(scale)
-        return None if scale is None else checks.array(name, scale, ())
+            scale = np.float32(checks.positive(name, scale))
+        checked = checks.array(name, scale, ())
+        if isinstance(scale, np.generic | np.ndarray):
+            checks.positive(name, np.float32(scale))
+        return checked
 
+    def _needed_scale(self, scale) -> jax.Array:
+        return cast(jax.Array, self.check_scale("scale", scale))
+
+    @own_rules()
     def pack(self, keys: jax.Array, scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Quantizes finished keys (after RMSNorm and RoPE).
 
@@ -144,9 +160,10 @@ class CacheFormat:
         if self.name == "bf16":
             return _bytes(bf16(keys)), jnp.zeros((*keys.shape[:-1], 0), jnp.uint8)
         # A row for each key: XLA would multiply by the inverse of a scalar or of one row, which rounds differently.
-        divisor = jnp.where(jnp.isnan(keys), jnp.nan, self._checked_scale(scale))
+        divisor = jnp.where(jnp.isnan(keys), jnp.nan, self._needed_scale(scale))
         return _fp8(keys / divisor), jnp.zeros((*keys.shape[:-1], 0), jnp.uint8)
 
+    @own_rules()
     def store(
         self, cache: jax.Array, values: jax.Array, scales: jax.Array, slots: jax.Array, page_rows: int
     ) -> jax.Array:
@@ -171,6 +188,7 @@ class CacheFormat:
         cache = _scatter_bytes(cache, page, row * self.value_bytes, values)
         return _scatter_bytes(cache, page, page_rows * self.value_bytes + row * self.scale_bytes, scales)
 
+    @own_rules()
     def load(self, cache: jax.Array, slots: jax.Array, page_rows: int) -> tuple[jax.Array, jax.Array]:
         """Reads rows in the form that `store` takes; a slot outside the cache reads zeros.
 
@@ -187,6 +205,7 @@ class CacheFormat:
         offset = page_rows * self.value_bytes + row * self.scale_bytes
         return values, _gather_bytes(cache, page, offset, self.scale_bytes)
 
+    @own_rules()
     def unpack(
         self,
         cache: jax.Array,
@@ -227,12 +246,7 @@ class CacheFormat:
             return narrow(_scaled(jnp.where(codes >= 8, -magnitudes, magnitudes), scales.astype(jnp.int32) - 127))
         if self.name == "bf16":
             return _as_bf16(values).astype(dtype)
-        return narrow(_from_fp8(values) * self._checked_scale(scale))
-
-    def _checked_scale(self, scale):
-        if scale is None:
-            raise ValueError("scale is None; the format fp8 divides by a scale that the caller must give")
-        return jnp.asarray(scale, jnp.float32)
+        return narrow(_from_fp8(values) * self._needed_scale(scale))
 
 
 CACHE_FORMATS = {

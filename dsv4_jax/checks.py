@@ -16,6 +16,7 @@ def array(name: str, value, shape: tuple, dtypes: tuple = (jnp.float32,)) -> jax
       shape: the length of each axis; a string stands for any length.
       dtypes: the dtypes that are accepted.
     """
+    not_a_ref(name, value)
     # JAX would take a ShapeDtypeStruct for a scalar, and refuse a masked array without naming the argument.
     other = isinstance(value, jax.ShapeDtypeStruct | np.ma.MaskedArray)
     if other or not hasattr(value, "shape") or not hasattr(value, "dtype"):
@@ -28,6 +29,15 @@ def array(name: str, value, shape: tuple, dtypes: tuple = (jnp.float32,)) -> jax
         raise ValueError(f"{name} has shape {list(value.shape)}; it must be {_shape(shape)}")
     # Copy NumPy arrays: JAX on the CPU may read their memory later, after the caller has changed it.
     return jnp.asarray(value.copy() if isinstance(value, np.ndarray) else value)
+
+
+def not_a_ref(name: str, value) -> None:
+    """Raises for a `jax.Ref`: an op returns what it updates, and would not know where to write it."""
+    if isinstance(value, jax.Ref):
+        raise TypeError(
+            f"{name} is a jax.Ref; pass its value, {name}[...]. To update it, write the result back: "
+            f"{name}[...] = result"
+        )
 
 
 def integers(name: str, value, shape: tuple) -> jax.Array:

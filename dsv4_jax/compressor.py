@@ -8,6 +8,7 @@ from dsv4_jax.api.compress import Save, compress
 from dsv4_jax.config import CompressorConfig
 from dsv4_jax.metadata import CompressorMetadata
 from dsv4_jax.platforms import Implementation
+from dsv4_jax.promotion import own_rules
 
 try:
     from flax import nnx
@@ -108,7 +109,8 @@ class DeepseekCompressor(nnx.Module):
         hidden = checks.array("hidden", hidden, ("T", wkv_gate.shape[0]), checks.FLOATS)
         if not isinstance(caches, tuple | list) or len(caches) != 2:
             raise TypeError("caches must be the pair (state_cache, kv_cache)")
-        kv_score = jnp.matmul(hidden, wkv_gate, precision=self.precision, preferred_element_type=jnp.float32)
+        with own_rules():
+            kv_score = jnp.matmul(hidden, wkv_gate, precision=self.precision, preferred_element_type=jnp.float32)
         return compress(
             kv_score,
             self.ape.get_value(),

@@ -1,11 +1,13 @@
 """What a compressor is: its window, its head, its cache. Every op takes this one frozen value."""
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import jax
+import jax.export
 
 from dsv4_jax import pretrained
 from dsv4_jax.cache import CACHE_FORMATS, CacheFormat
@@ -157,3 +159,15 @@ class CompressorConfig:
     def state_width(self) -> int:
         """Channels per row of the state cache: 2W (kv, score), or 3W of the online state (maximum, sum, weighted)."""
         return self.width * (3 if self.state == "online" else 2)
+
+
+jax.export.register_pytree_node_serialization(
+    CompressorConfig,
+    serialized_name="dsv4_jax.CompressorConfig",
+    serialize_auxdata=lambda config: json.dumps(dataclasses.asdict(config)).encode(),
+    deserialize_auxdata=lambda data: _from_dict(json.loads(data)),
+)
+
+
+def _from_dict(fields: dict[str, Any]) -> CompressorConfig:
+    return CompressorConfig(**fields | {"rope": Yarn(**fields["rope"])})

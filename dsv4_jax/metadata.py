@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from dsv4_jax import checks
 from dsv4_jax.config import CompressorConfig
+from dsv4_jax.promotion import own_rules
 
 INT32_MAX = 2**31 - 1
 
@@ -138,6 +141,7 @@ class CompressorMetadata:
         ratio = self.layout[0]
         return self.closing.shape[0] * ratio <= 2 * self.positions.shape[0]
 
+    @own_rules()
     def at_layer(self, layer: jax.Array | int, state_pages: int, kv_pages: int) -> "CompressorMetadata":
         """The same step in caches that hold several layers, one after another along the page axis.
 
@@ -200,6 +204,14 @@ def checked_metadata(metadata: CompressorMetadata, config: CompressorConfig) -> 
     return CompressorMetadata(**arrays, layout=metadata.layout)
 
 
+jax.export.register_pytree_node_serialization(
+    CompressorMetadata,
+    serialized_name="dsv4_jax.CompressorMetadata",
+    serialize_auxdata=lambda layout: json.dumps(layout).encode(),
+    deserialize_auxdata=lambda data: (tuple(json.loads(data)[0]),),
+)
+
+
 def _columns(config):
     """How many columns a block table must have."""
     return 1 if config.state == "online" else "B"
@@ -215,6 +227,7 @@ def _check_rollback(config, rollback):
 
 
 # Jitted, so that eager calls cost one launch instead of dozens.
+@own_rules()
 @functools.partial(jax.jit, static_argnames=("config", "num_tokens", "rollback"))
 def _build(config, query_start_loc, seq_lens, block_table, kv_block_table, num_tokens, rollback):
     requests = seq_lens.shape[0]
@@ -232,6 +245,7 @@ def _build(config, query_start_loc, seq_lens, block_table, kv_block_table, num_t
     return _from_slots(config, position, request, slots, kv_slots, block_table, query_start_loc, rollback)
 
 
+@own_rules()
 @functools.partial(jax.jit, static_argnames=("config", "rollback"))
 def _from_slots(config, positions, token_to_req, slot_mapping, kv_slot_mapping, block_table, query_start_loc, rollback):
     tokens, requests = positions.shape[0], block_table.shape[0]

@@ -9,6 +9,7 @@ from jax.interpreters import ad, batching, mlir
 
 from dsv4_jax import checks, gpus, platforms
 from dsv4_jax.platforms import Implementation, Target
+from dsv4_jax.promotion import own_rules
 
 OPS: "list[Op]" = []  # every op of the package, in the order of import
 
@@ -141,6 +142,8 @@ class Op:
         implement = self.implementations[implementation]()
         outputs = {"outputs": self.outputs(*args, **params)} if self.outputs else {}
 
+        @own_rules()
+        @jax.named_scope(self.name)
         def implement_flat(*flat):
             return implement(*jax.tree.unflatten(tree, flat), **params, **outputs)
 

@@ -1,5 +1,6 @@
 """Without a GPU Triton's kernels run in its interpreter, and tests marked `gpu` are skipped."""
 
+import functools
 import os
 import sys
 
@@ -39,3 +40,21 @@ def implementation(request):
         if not HAS_GPU:
             pytest.importorskip("torch", reason="Triton's interpreter needs torch, which is not installed")
     return request.param
+
+
+@pytest.fixture
+def compiled_kernels(monkeypatch):
+    """The keys of the CuTeDSL kernels that are compiled from here on, for a GPU that is not there; none really is."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    pytest.importorskip("torch", reason="the bridge needs torch")
+    from dsv4_jax.nvidia.ops.helpers import launch
+
+    keys = []
+
+    @functools.cache
+    def compiled(kernel, shape, arch):
+        keys.append((kernel.__name__, shape, arch))
+
+    monkeypatch.setattr(launch, "load_kernel", compiled)
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    return keys

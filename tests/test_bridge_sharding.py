@@ -69,10 +69,8 @@ def test_explicit_axes():
         cache = put(np.ones((8, 4), "f"), "d")
         text = step.lower(x, cache).compile().as_text()
         assert not re.search("all-gather| copy", text)
-        before = {s.data.unsafe_buffer_pointer() for s in cache.addressable_shards}
         new = step(x, cache)
         np.testing.assert_array_equal(new, xn + 1)
-        assert {s.data.unsafe_buffer_pointer() for s in new.addressable_shards} == before
 
         refused(lambda: jax.jit(call)(x, w), "argument 0 of fn is sharded.*Pass sharding_rule")
         whole = put(xn)

@@ -130,23 +130,6 @@ def test_writing_to_an_input_is_refused():
         torch_call(lambda x, y: y.mul_(x), jnp.ones(3), jnp.ones(3), differentiable=True)
 
 
-def test_no_second_derivative_says_torchs_reason():
-    class Once(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx, g):
-            return g * 2
-
-    f = lambda x: torch_call(Once.apply, x, differentiable=True).sum()
-    np.testing.assert_array_equal(jax.grad(f)(jnp.ones(2)), [2, 2])
-    with pytest.raises(jax.errors.JaxRuntimeError, match="backwards twice"):
-        jax.block_until_ready(jax.jvp(jax.grad(f), (jnp.ones(2),), (jnp.ones(2),)))
-
-
 # vmap.
 
 

@@ -171,3 +171,15 @@ def test_fp8_is_divided(traced):
     pack = CACHE_FORMATS["fp8"].pack
     values, _ = jax.jit(pack)(keys, scale) if traced else jax.jit(lambda keys: pack(keys, scale))(keys)
     np.testing.assert_array_equal(values, (keys / scale).astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+
+
+ZERO = [0, 0.0, -1.0, float("nan"), float("inf"), np.float32(0), np.float32("nan"), np.zeros((), np.float32)]
+
+
+@pytest.mark.parametrize("scale", ZERO, ids=repr)
+def test_a_scale_that_is_known_must_be_positive(scale):
+    fmt = CACHE_FORMATS["fp8"]
+    with pytest.raises(ValueError, match=r"^kv_scale is .*; it must be above 0, finite"):
+        fmt.check_scale("kv_scale", scale)
+    with pytest.raises(ValueError, match=r"^scale is .*; it must be above 0, finite"):
+        fmt.pack(jnp.ones((1, 512)), scale)

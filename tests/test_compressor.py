@@ -215,6 +215,32 @@ def test_shared_prefix(kind):
     assert_same(sharing, expected(layer, first, second))
 
 
+@pytest.mark.parametrize("share", ["nothing", "states", "no slots"])
+def test_a_shared_window_fed_again(share):
+    """The second request shares cache pages and feeds their last window again: alone it makes another key."""
+    layer = make_layer(paged("csa"))
+    config, m = layer.config, layer.config.compress_ratio
+    shared = 2 * m
+    first = hidden_states(shared + m + 3)
+    second = np.concatenate([first[:shared], hidden_states(m + 5, seed=1)])
+    sharing = server(layer, save="all")
+    sharing.feed(first[:shared], first[:0])
+    before = sharing.stored(0)
+    if share == "states":
+        columns = shared // config.page_rows
+        sharing.table[1, :columns] = sharing.table[0, :columns]
+    pages = shared // m // config.kv_page_rows
+    sharing.kv_table[1, :pages] = -1 if share == "no slots" else sharing.kv_table[0, :pages]
+    sharing.done[1] = shared - m
+    sharing.feed(first[:0], second[shared - m :])
+    sharing.kv_table[1, :pages] = sharing.kv_table[0, :pages]
+    if share == "nothing":
+        assert (sharing.stored(0)[0] == before[0]).all() and (sharing.stored(0)[1] != before[1]).any()
+        return
+    sharing.feed(first[shared:], second[:0])
+    assert_same(sharing, expected(layer, first, second))
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("pooled", [False, True])
 def test_tokens_taken_back(kind, pooled):

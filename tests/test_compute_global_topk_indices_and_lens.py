@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers import golden
 from helpers.indices import EXTREMES, MOST, same
+from helpers.sweep import sweep
 
 import dsv4_jax
 
@@ -36,10 +37,16 @@ def test_golden(implementation):
     same(dsv4_jax.compute_global_topk_indices_and_lens(*arguments, implementation=implementation), oracle)
 
 
-@pytest.mark.parametrize("page_rows", [7, 64])
-@pytest.mark.parametrize("topk", [1, 64, 512, 1100])
-@pytest.mark.parametrize(("tokens", "requests", "columns"), [(1, 1, 1), (9, 4, 8), (33, 3, 40)])
-def test_sizes(tokens, topk, requests, columns, page_rows, implementation):
+BATCHES = [(1, 1, 1), (9, 4, 8), (33, 3, 40)]  # tokens, requests, columns of the block table
+SIZES = [(*BATCHES[0], 1, 64), (*BATCHES[0], 1100, 7), (*BATCHES[1], 512, 64), (*BATCHES[1], 64, 7)]
+SIZES += [(*BATCHES[2], 1100, 64)]
+ALL = [(*batch, topk, page_rows) for batch in BATCHES for topk in (1, 64, 512, 1100) for page_rows in (7, 64)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "requests", "columns", "topk", "page_rows"), [*SIZES, *sweep(*(c for c in ALL if c not in SIZES))]
+)
+def test_sizes(tokens, requests, columns, topk, page_rows, implementation):
     rng = np.random.default_rng(tokens * 7 + topk)
     local = rng.integers(-2, columns * page_rows, (tokens, topk), np.int32)
     req = rng.integers(0, requests, tokens, np.int32)

@@ -19,7 +19,6 @@ import pytest
 from helpers import ops
 from helpers.batches import random_batch
 
-import dsv4_jax
 from dsv4_jax import CompressorConfig, CompressorMetadata, platforms
 from dsv4_jax.api import compress as compress_api
 from dsv4_jax.nvidia.ops import compress
@@ -27,24 +26,6 @@ from dsv4_jax.platforms import Target
 
 ROOT = Path(__file__).parent.parent
 HAS_CUDA = jax.default_backend() in ("gpu", "cuda")
-
-
-@pytest.fixture
-def fresh(monkeypatch):
-    """The launcher with nothing compiled yet, for a GPU that is not there; returns (module, keys compiled)."""
-    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-    pytest.importorskip("torch", reason="the bridge needs torch")
-    from dsv4_jax.nvidia.ops.helpers import launch
-
-    keys = []
-
-    @functools.cache
-    def compiled(kernel, shape, arch):
-        keys.append((kernel.__name__, shape, arch))
-
-    monkeypatch.setattr(launch, "load_kernel", compiled)
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    return keys
 
 
 def traced(
@@ -88,10 +69,10 @@ def test_every_kernel_compiles(arch):
     assert done.stdout.endswith("23 kernels compiled\n"), done.stdout
 
 
-def test_numbers_of_tokens_and_pages_are_not_in_the_key(fresh):
+def test_numbers_of_tokens_and_pages_are_not_in_the_key(compiled_kernels):
     for tokens in (256, 512, 1024):
         traced(tokens=tokens)
-    assert len(fresh) == 1
+    assert len(compiled_kernels) == 1
 
 
 @pytest.mark.parametrize(
@@ -108,15 +89,15 @@ def test_numbers_of_tokens_and_pages_are_not_in_the_key(fresh):
         ("csa", "float32", "tail", 65536, "_short_windows", 4),
     ],
 )
-def test_the_kernel_of_so_many_windows(kind, dtype, save, tokens, kernel, resident, fresh):
+def test_the_kernel_of_so_many_windows(kind, dtype, save, tokens, kernel, resident, compiled_kernels):
     traced(kind, dtype=dtype, save=save, tokens=tokens)
-    assert [(name, shape.resident) for name, shape, _ in fresh] == [(kernel, resident)]
+    assert [(name, shape.resident) for name, shape, _ in compiled_kernels] == [(kernel, resident)]
 
 
 @pytest.mark.parametrize(("tokens", "requests"), [(32768, 32768), (32768, 300), (2048, 500), (16384 - 128, 50)])
-def test_entries_that_may_close_no_window_do_not_make_a_long_prefill(tokens, requests, fresh):
+def test_entries_that_may_close_no_window_do_not_make_a_long_prefill(tokens, requests, compiled_kernels):
     traced("hca", tokens=tokens, requests=requests)
-    assert [name for name, *_ in fresh] == ["_long_windows"]
+    assert [name for name, *_ in compiled_kernels] == ["_long_windows"]
 
 
 @pytest.mark.parametrize(
@@ -127,21 +108,21 @@ def test_entries_that_may_close_no_window_do_not_make_a_long_prefill(tokens, req
     ],
     ids=str,
 )  # fmt: skip
-def test_what_is_in_the_key(change, fresh):
+def test_what_is_in_the_key(change, compiled_kernels):
     traced()
     traced(**change)
     traced()
-    assert len(fresh) == 2
+    assert len(compiled_kernels) == 2
 
 
-def test_the_target_is_in_the_key(fresh, monkeypatch):
+def test_the_target_is_in_the_key(compiled_kernels, monkeypatch):
     traced()
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
     traced()
-    assert [arch for *_, arch in fresh] == ["sm_90a", "sm_100a"]
+    assert [arch for *_, arch in compiled_kernels] == ["sm_90a", "sm_100a"]
 
 
-def test_one_launch(fresh):
+def test_one_launch(compiled_kernels):
     for kind in ("csa", "hca"):
         assert str(traced(kind)).count("= torch_call[") == 1
 
@@ -267,97 +248,3 @@ def test_not_on_the_cpu(call):
     arguments = (batch,) if call is ops.compress else (batch, batch.state)
     with pytest.raises(NotImplementedError, match=r"NVIDIA GPUs only, not on cpu"):
         call(*arguments, implementation="cutedsl")
-
-
-NAMED = [
-    "compress_kv_sparse_attn_cutedsl",
-    "compress_norm_rope_store_cutedsl",
-    "fused_kv_compress_norm_rope_insert_sparse_attn_cutedsl",
-    "norm_rope_insert_sparse_attn_cutedsl",
-]
-
-
-def named_arguments(name, config):
-    """Arguments of a named kernel, shapes alone."""
-
-    def make():
-        metadata = CompressorMetadata.build(
-            config, jnp.array([0, 256]), jnp.array([256]), jnp.zeros((1, 64), jnp.int32), jnp.zeros((1, 8), jnp.int32),
-            num_tokens=256,
-        )  # fmt: skip
-        state = jnp.zeros((64, config.page_rows, 2 * config.width))
-        if name == "compress_kv_sparse_attn_cutedsl":
-            return state, metadata
-        cache = config.format.allocate(8, config.kv_page_rows)
-        rest = state, cache, metadata, jnp.ones(config.head_dim), jnp.zeros((256, 64))
-        rows = jnp.zeros((metadata.closing.shape[0], config.head_dim))
-        return (rows, *rest) if name == "norm_rope_insert_sparse_attn_cutedsl" else rest
-
-    return jax.eval_shape(make)
-
-
-def lower_named(name, config, platform):
-    function = functools.partial(getattr(dsv4_jax, name), config=config)
-    return jax.jit(function).trace(*named_arguments(name, config)).lower(lowering_platforms=(platform,)).as_text()
-
-
-@pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("kind", ["csa", "hca"])
-def test_named_kernels_are_one_launch(name, kind, fresh):
-    text = lower_named(name, ops.make_config(kind, "fp8_ds_mla"), "cuda")
-    assert text.count("gpu_callback_cmd_buffer") == 1
-    kernel = {"csa": "_short_windows", "hca": "_long_windows"}[kind]
-    if name == "norm_rope_insert_sparse_attn_cutedsl":
-        kernel = "_norm_rope_insert"
-    assert [key[0] for key in fresh] == [kernel]
-    assert fresh[0][1].format == ("compressed" if name == "compress_kv_sparse_attn_cutedsl" else "fp8_ds_mla")
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_named_kernels_say_what_is_missing(name, monkeypatch):
-    csa = CompressorConfig.csa()
-    for platform in ("cpu", "rocm", "tpu"):
-        with pytest.raises(NotImplementedError, match=f"NVIDIA GPUs only, not on {platform}; .*implementation=None"):
-            lower_named(name, csa, platform)
-    with pytest.raises(NotImplementedError, match=r"made for head_dim 512.*has 128.*'triton'"):
-        lower_named(name, CompressorConfig.indexer(), "cuda")
-    monkeypatch.setattr(platforms, "installed", lambda package: None)
-    with pytest.raises(NotImplementedError, match=r"nvidia-cutlass-dsl is not installed; install .*'triton'"):
-        lower_named(name, csa, "cuda")
-
-
-def test_named_kernels_check_their_arguments():
-    config = ops.make_config("csa", "fp8_ds_mla")
-    rows, state, cache, metadata, *rest = named_arguments("norm_rope_insert_sparse_attn_cutedsl", config)
-
-    def compress_kv(*args, config=config):
-        return jax.eval_shape(functools.partial(dsv4_jax.compress_kv_sparse_attn_cutedsl, config=config), *args)
-
-    def insert(rows, **options):
-        call = functools.partial(dsv4_jax.norm_rope_insert_sparse_attn_cutedsl, config=config, **options)
-        return jax.eval_shape(call, rows, state, cache, metadata, *rest)
-
-    assert compress_kv(state, metadata) == rows and insert(rows) == cache
-    wrong = jax.ShapeDtypeStruct((len(rows) + 1, 512), jnp.float32)
-    with pytest.raises(ValueError, match=rf"compressed has shape \[{len(rows) + 1}, 512\]; it must be"):
-        insert(wrong)
-    with pytest.raises(TypeError, match="compressed has dtype bfloat16; it must be float32"):
-        insert(jax.ShapeDtypeStruct(rows.shape, jnp.bfloat16))
-    with pytest.raises(ValueError, match=r"kv_scale is 2\.0; for the cache format fp8_ds_mla it must be None"):
-        insert(rows, kv_scale=2.0)
-    with pytest.raises(ValueError, match="state_cache has shape"):
-        compress_kv(jax.ShapeDtypeStruct((64, 4, 512), jnp.float32), metadata)
-    with pytest.raises(TypeError, match="config is a str"):
-        compress_kv(state, metadata, config="csa")
-    with pytest.raises(ValueError, match=r"metadata was built for .*config has"):
-        compress_kv(state, metadata, config=ops.make_config("hca", "fp8_ds_mla"))
-
-
-def test_public_names_import_neither_cutlass_nor_torch():
-    script = (
-        "import sys, dsv4_jax\n"
-        f"for name in {NAMED}: assert getattr(dsv4_jax, name).__doc__ and name in dsv4_jax.__all__\n"
-        "assert not {'torch', 'cutlass', 'triton', 'flax'} & set(sys.modules)"
-    )
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True)

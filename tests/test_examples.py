@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 SAYS = {
     "decode_loop": r"441 tokens of 3 requests, 109 keys in 3 cache pages\n6 of 12 state pages in use, 2 compilations\n",
     "from_torch": r"10 keys from torch's hidden states; JAX's own differ by \d\.\de[+-]\d\d of the largest\n",
+    "sparse_decode": r"4 steps of 3 requests, 1 compilation, at most 0\.00\d from dense attention\n",
     "parity": r"compressor .*\nCSA +fp8_ds_mla(.*\n)+CSA +bf16(.*\n)+indexer +indexer_mxfp4(.*\n)+HCA(.*\n)+\*.*\n",
     "train_torch": r"gradients differ from torch's own by \d.*\nloss 0\.\d{3} before, 0\.0\d\d after 300 steps\n",
 }
@@ -19,6 +20,7 @@ NEEDS = {
     "decode_loop": ["flax"],
     "from_torch": ["flax", "torch"],
     "parity": ["flax", "torch", "transformers"],
+    "sparse_decode": [],
     "train_torch": ["torch"],
 }
 

@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import heads, oracle
-from test_golden import GOLDEN
+from helpers import golden, heads, oracle
 
 from dsv4_jax import Yarn, fused_indexer_q_rope_quant
 
 GPU_TOO = True
-COMPANIONS = GOLDEN.with_name("vllm_0.33_h200_companions.npz")
 FORMATS = {False: "indexer_fp8", True: "indexer_mxfp4"}
 SCALES = 0.1, 0.3  # their products round differently in another order
 NAN = 0x7FC00000
@@ -178,13 +176,11 @@ def test_table_of_the_model(use_fp4, implementation):
 
 
 def test_golden(implementation):
-    with np.load(COMPANIONS) as archive:
-        case = {n.split("/")[1]: archive[n] for n in archive.files if n.startswith("indexer_q_fp8/")}
-    q, weights = (case[n].view(ml_dtypes.bfloat16) for n in ("q__bf16", "weights__bf16"))
-    scales = 128**-0.5, 64**-0.5
-    values, _, weights = run(case["positions"], q, case["cos_sin"], weights, False, implementation, scales)
+    case, scales = golden.load("indexer_q_fp8"), (128**-0.5, 64**-0.5)
+    arrays = (case[name] for name in ("positions", "q", "cos_sin", "weights"))
+    values, _, weights = run(*arrays, False, implementation, scales)
     np.testing.assert_array_equal(weights, case["weights_out"])
-    off = np.abs(values.astype(int) - case["out__e4m3fn"].astype(int))
+    off = np.abs(values.astype(int) - case["out"].view(np.uint8).astype(int))
     assert off.max() <= 1 and (off > 0).sum() <= values.size // 2000
 
 

@@ -5,13 +5,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import heads, oracle
-from test_golden import GOLDEN
+from helpers import golden, heads, oracle
 
 from dsv4_jax import fused_inv_rope_fp8_quant
 
 GPU_TOO = True
-COMPANIONS = GOLDEN.with_name("vllm_0.33_h200_companions.npz")
 
 
 def run(o, positions, cos_sin, groups, count, size, packed, implementation):
@@ -154,15 +152,12 @@ def test_not_finite(implementation):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_golden(packed, implementation):
-    with np.load(COMPANIONS) as archive:
-        prefix = f"inv_rope/tma{int(packed)}/"
-        case = {n.removeprefix(prefix): archive[n] for n in archive.files if n.startswith(prefix)}
-    o = case["o__bf16"].view(ml_dtypes.bfloat16)
+    case = golden.load(f"inv_rope/tma{int(packed)}")
     groups, count = map(int, case["meta"])
-    values, scales = run(o, case["positions"], case["cos_sin"], groups, count, 128, packed, implementation)
+    values, scales = run(case["o"], case["positions"], case["cos_sin"], groups, count, 128, packed, implementation)
     assert scales.dtype == case["scales"].dtype
     np.testing.assert_array_equal(scales, case["scales"])
-    off = np.abs(values.astype(int) - case["out__e4m3fn"].astype(int))
+    off = np.abs(values.astype(int) - case["out"].view(np.uint8).astype(int))
     assert off.max() <= 1 and (off > 0).sum() <= values.size // 2000
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.sweep import sweep
 
 import dsv4_jax
 from dsv4_jax import CompressorConfig, CompressorMetadata
@@ -189,10 +190,13 @@ def tolerance(config, keys):
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        (name, chunks(*cut))
-        for name in ("csa", "indexer", "hca")
         # Prefill up to: all, one token, beside a window's end and on it; then steps of one token, or of several.
-        for cut in [(TOKENS,), (1,), (127,), (128,), (129,), (254,), (10, 7), (130, 130)]
+        *((name, chunks(*cut)) for name in ("csa", "indexer") for cut in [(TOKENS,), (127,), (10, 7)]),
+        *(("hca", chunks(*cut)) for cut in [(TOKENS,), (127,), (128,), (130, 130)]),
+        *sweep(
+            *((name, chunks(*cut)) for name in ("csa", "indexer") for cut in [(1,), (128,), (129,), (254,), (130, 130)])
+        ),
+        *sweep(*(("hca", chunks(*cut)) for cut in [(1,), (129,), (254,), (10, 7)])),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value[0][1]}then{len(value) - 1}",
 )

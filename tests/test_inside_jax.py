@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers import ops, oracle
 from helpers.batches import random_batch
+from helpers.sweep import sweep
 
 import dsv4_jax
 
@@ -74,9 +75,19 @@ def looped(function, loop):
     return lambda *caches: jax.lax.fori_loop(0, 3, lambda _, carry: tuple(function(*carry)), caches)
 
 
-@pytest.mark.parametrize("loop", ["jit", "scan", "fori_loop"])
-@pytest.mark.parametrize("name", ["save_partial_states", "compress_norm_rope_store", "compress"])
-@pytest.mark.parametrize("fmt", ["fp8_ds_mla", "bf16", "fp8"])
+LOOPS = ("jit", "scan", "fori_loop")
+IN_PLACE = [
+    *((name, loop, "fp8_ds_mla") for name in ("compress_norm_rope_store", "compress") for loop in LOOPS),
+    *(("save_partial_states", loop, "bf16") for loop in LOOPS),  # it knows no format
+    *((name, "jit", fmt) for name in ("compress_norm_rope_store", "compress") for fmt in ("bf16", "fp8")),
+    *sweep(*(
+        (name, loop, fmt)
+        for name in ("compress_norm_rope_store", "compress") for loop in LOOPS[1:] for fmt in ("bf16", "fp8")
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "loop", "fmt"), IN_PLACE)
 def test_in_place(name, loop, fmt, implementation):
     """Donated caches are updated where they are, and no instruction copies one.
 

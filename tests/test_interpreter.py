@@ -168,3 +168,15 @@ def test_weights_that_gpus_take_for_zero(kind, ratio, sizes, monkeypatch):
         assert len(exact.slots)
         oracle.assert_same_cache(cache, batch.cache, exact, config)
     assert flushed > 100
+
+
+def test_a_state_cache_without_pages():
+    """Nothing is saved; a window that lies whole in the batch gets its key."""
+    config = ops.make_config("hca", "bf16", compress_ratio=32)
+    batch = random_batch(np.random.default_rng(0), config, sizes=[(0, 33)], padding=0, padded_requests=0)
+    batch.state = batch.state[:0]
+    state, cache = ops.compress(batch, implementation="triton")
+    assert state.shape == batch.state.shape
+    exact = ops.rows(batch, batch.state, from_batch=True)
+    assert len(exact.slots) == 1
+    oracle.assert_same_cache(cache, batch.cache, exact, config)

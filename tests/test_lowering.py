@@ -25,6 +25,8 @@ KINDS = {
 }
 KERNELS_WITH_FP8_ALONE = {"_indexer_q_fp8_kernel", "_inv_rope_quant_kernel", "_prepare_kernel"}
 KERNELS = KERNELS_WITH_FP8_ALONE | {
+    "_attend_kernel",
+    "_attend_part_kernel",
     "_combine_kernel",
     "_compress_kernel",
     "_compress_store_kernel",
@@ -33,6 +35,7 @@ KERNELS = KERNELS_WITH_FP8_ALONE | {
     "_indexer_q_fp4_kernel",
     "_insert_kernel",
     "_inv_rope_kernel",
+    "_join_kernel",
     "_online_fold_kernel",
     "_online_walk_kernel",
     "_online_write_kernel",
@@ -88,8 +91,8 @@ row, slot, cache = jnp.ones((1, 128)), jnp.zeros(1, jnp.int32), jnp.zeros((1, 1,
 save = lambda row, slot, cache: dsv4_jax.save_partial_states(
     row, row, row, slot, cache, slot, compress_ratio=1, implementation="triton"
 )
-allowed = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
 with under(kind) if kind else contextlib.nullcontext():
+    allowed = dsv4_jax.EXPORT_DISABLED_CHECKS
     exported = jax.export.export(jax.jit(save), platforms=[platform], disabled_checks=allowed)(row, slot, cache)
 print(exported.platforms, "triton_kernel_call_ffi" in exported.mlir_module())
 """

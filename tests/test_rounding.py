@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers import ops, oracle
 from helpers.batches import random_batch
+from helpers.sweep import sweep
 
 GPU_TOO = True
 INF, NAN = np.inf, np.nan
@@ -177,12 +178,16 @@ def poisoned(kind, fmt, place, value, *, rows=slice(1, 2)):
     return batch
 
 
-# Every poison in two formats, two of them in the others.
+# Two poisons in every format, all of them in two.
 POISONED = [
     (kind, fmt, poison)
     for kind, fmt in [c for c in ops.COMPRESSORS if c not in (("hca", "bf16"), ("hca", "fp8"))]
-    for poison in (POISON if fmt in ("fp8_ds_mla", "indexer_mxfp4") and kind != "hca" else ("kv inf", "score inf"))
+    for poison in ("kv inf", "score inf")
 ]
+POISONED += [("csa", "fp8_ds_mla", poison) for poison in POISON if ("csa", "fp8_ds_mla", poison) not in POISONED]
+POISONED += sweep(
+    *(c for c in (("indexer", "indexer_mxfp4", poison) for poison in POISON) if c not in POISONED),
+)
 
 
 @pytest.mark.parametrize(("kind", "fmt", "poison"), POISONED)

@@ -50,7 +50,7 @@ def combine_topk_swa_indices(
     Returns:
       indices: `[T, W]` int32, W being `topk + window_size` rounded up to a multiple of 128. An entry is -1 if
         its row is not in the buffer: a top-k index outside `[0, N)`, a token before the gathered ones, a row of M or
-        more.
+        more. So is a top-k index of `(p + 1) // compress_ratio` or more, whose key holds tokens after p.
       lens: `[T]` int32, how many entries 1. and 2. have together. A token that is in no request, or whose request has
         lengths outside the ranges above, gets a row of -1 and length 0.
     """

@@ -6,6 +6,7 @@ TRITON_INTERPRET. It prints each kernel's name and warps, and ends with 1 if a c
 """
 
 import importlib.abc
+import re
 import subprocess
 import sys
 import tempfile
@@ -72,7 +73,8 @@ def check_binary(kernel: dict, platform: str, assemble: bool) -> None:
     if platform == "rocm":
         with open(kernel["binary"], "rb") as file:
             binary = file.read()
-        assert binary.startswith(b"\x7fELF") and f"amdgcn-amd-amdhsa--{arch}".encode() in binary
+        # Triton 3.8 says amdgcn-amd-amdhsa--gfx942, 3.9 amdgpu9.42-amd-amdhsa-unknown-gfx942.
+        assert binary.startswith(b"\x7fELF") and re.search(rb"-amd-amdhsa-\w*-%s\b" % arch.encode(), binary)
         return
     accelerated = arch + ("a" if gpus.compute_capability(arch) >= 90 else "")
     assert f".target {accelerated}\n" in kernel["binary"] and f".entry {kernel['name']}(" in kernel["binary"]

@@ -42,7 +42,17 @@ class Case(NamedTuple):
 
 def cases() -> list[Case]:
     """All calls; between them they launch every kernel in every specialization that the ops choose themselves."""
-    return [*_compressors(), *_online(), *_saves(), *_indices(), *_megamoe(), *_heads(), *_norms(), *_keys()]
+    return [
+        *_compressors(),
+        *_online(),
+        *_saves(),
+        *_indices(),
+        *_megamoe(),
+        *_heads(),
+        *_norms(),
+        *_keys(),
+        *_attention(),
+    ]
 
 
 def representatives() -> list[Case]:
@@ -212,3 +222,24 @@ def _keys():
         out = {"out": _bf16(2, 300, fmt.head_dim)}
         # MXFP4 is read through fp8, of which its values are a part.
         yield Case("dequantize_and_gather_k_cache", cache | arrays | out, params, ("out",), name != "bf16")
+
+
+def _attention():
+    """Few tokens, whose keys are split, and many; one cache and two."""
+
+    def queries(tokens, heads):
+        return {"q": _bf16(tokens, heads, 512), "sink": _f32(heads)}
+
+    for name, tokens, heads in (("fp8_ds_mla", 1, 64), ("bf16", 1, 16), ("fp8", 1, 16), ("fp8_ds_mla", 200, 16)):
+        cache, params = CACHE_FORMATS[name], {"cache_format": name, "window_page_rows": 64} | _scale(name)
+        arrays = {
+            "window_cache": _cache(cache, 8, 64),
+            "window_indices": _i32(tokens, 128),
+            "window_lens": _i32(tokens),
+        }
+        if heads == 64:
+            arrays |= {"cache": _cache(cache, 8, 2), "indices": _i32(tokens, 512), "lens": _i32(tokens)}
+            params |= {"page_rows": 2, "return_lse": True}
+        yield Case("sparse_mla_decode", queries(tokens, heads) | arrays, params, fp8=name in FP8_FORMATS)
+    arrays = {"kv": _bf16(300, 512), "indices": _i32(200, 128), "lens": _i32(200)}
+    yield Case("sparse_mla_prefill", queries(200, 16) | arrays, {})

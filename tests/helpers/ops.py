@@ -128,3 +128,22 @@ def copies(compiled, *caches):
         shape = re.escape(f"{short}[{','.join(map(str, cache.shape))}]")
         found += re.findall(rf"^.*= \(?{shape}\S* .*?copy(?:-start)?\(.*$", compiled.as_text(), re.MULTILINE)
     return found
+
+
+def check_steps(batch, implementation):
+    """Steps 1 and 2-4 done apart."""
+    want = saved(batch)
+    same_bytes(save_partial_states(batch, implementation=implementation), want)
+    cache = store(batch, want, implementation=implementation)
+    oracle.assert_same_cache(
+        cache, batch.cache, rows(batch, want, from_batch=False), batch.config, scale=batch.kv_scale
+    )
+
+
+def check_compress(batch, implementation, save):
+    """All steps in one; returns the oracle's keys."""
+    state, cache = compress(batch, implementation=implementation, save=save)
+    same_bytes(state, saved(batch) if save == "all" else tail(batch))
+    exact = rows(batch, batch.state, from_batch=True)
+    oracle.assert_same_cache(cache, batch.cache, exact, batch.config, scale=batch.kv_scale)
+    return exact

@@ -70,7 +70,8 @@ def _combine_kernel(
     valid = (start <= token) & (token < end) & (after >= 1) & (after <= seq_len)
     valid &= (gather_len >= 0) & (gather_len <= seq_len)
     position = tl.where(valid, seq_len - after, -1)
-    compressed = tl.minimum((position + 1) // RATIO, TOPK)
+    closed = (position + 1) // RATIO  # keys whose tokens are all known to the query
+    compressed = tl.minimum(closed, TOPK)
     window = tl.minimum(position + 1, WINDOW)
     tl.store(lens + t, compressed + window, mask=real)
 
@@ -82,7 +83,7 @@ def _combine_kernel(
             at = t.to(tl.int64)[:, None] * COLUMNS + column
             # All of them, since a mask of the data would keep loads from being vectors.
             local = tl.load(topk_indices + at, mask=real[:, None] & (column < TOPK), other=-1)
-            row = tl.where((column < compressed[:, None]) & (local < N), local, -1)
+            row = tl.where((column < compressed[:, None]) & (local < tl.minimum(closed, N)[:, None]), local, -1)
         gathered = first_gathered[:, None] + column
         is_window = (column >= compressed[:, None]) & (column < (compressed + window)[:, None])
         is_window &= (gathered >= 0) & (gathered < M - N)

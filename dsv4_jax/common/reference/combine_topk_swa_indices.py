@@ -20,12 +20,13 @@ def implement(
     valid = (query_start_loc[b] <= token) & (token < ends[b]) & (after >= 1) & (after <= seq_len)
     valid &= (gather_len >= 0) & (gather_len <= seq_len)
     position = jnp.where(valid, seq_len - after, -1)
-    compressed = jnp.minimum((position + 1) // compress_ratio, topk)
+    closed = ((position + 1) // compress_ratio)[:, None]  # keys whose tokens are all known to the query
+    compressed = jnp.minimum(closed[:, 0], topk)
     window = jnp.minimum(position + 1, window_size)
 
     column = jnp.arange(indices.shape[1], dtype=jnp.int32)
     local = jnp.pad(topk_indices[:, :topk], [(0, 0), (0, indices.shape[1] - topk)])
-    is_compressed = (column < compressed[:, None]) & (local >= 0) & (local < N)
+    is_compressed = (column < compressed[:, None]) & (local >= 0) & (local < jnp.minimum(closed, N))
     gathered = position - window + 1 - (seq_len - gather_len) - compressed
     gathered = gathered[:, None] + column  # the row among the gathered tokens
     is_window = (column >= compressed[:, None]) & (column < (compressed + window)[:, None])

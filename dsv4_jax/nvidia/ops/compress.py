@@ -1,8 +1,8 @@
 """The head_dim 512 compressors (CSA, HCA) in CuTeDSL for NVIDIA GPUs of compute capability 9.0 and newer.
 
 One launch goes from scores to bytes. For a short window (CSA) a CTA of 128 threads holds the whole window in registers,
-four channels per thread, and stores its key. A cluster of eight CTAs shares a long window (HCA), 64 channels each,
-which is also a block of the fp8 format. They exchange only the sum of squares for RMSNorm, through distributed shared
+four channels per thread, and stores its key. A cluster of eight CTAs shares a long window (HCA), 64 channels each, a
+block of the fp8 format, too. They exchange only the sum of squares for RMSNorm, through distributed shared
 memory. The CTAs after those of the windows save states. Long prefills have their own kernel, in `compress_prefill`.
 """
 

@@ -3,9 +3,9 @@
 The interpreter narrows float32 to bfloat16 and fp8 by cutting bits off, and widens bfloat16's subnormals to other
 numbers; GPUs round to nearest, ties to even, and widen exactly. Here ml_dtypes' conversions replace its own while a
 kernel runs. It gives a comparison of integers an integer's type, and Triton 3.9 refuses a scalar one as the mask of a
-block. Three things made it slow: it called the function of a `tl.reduce` for each element (here for each slice), it
-patched all of triton.language again at each call of a helper (here once per launch), and it built a table of dtypes
-each time it looked one up.
+block. It multiplies the bits of bfloat16 matrices as if they were integers. Three things made it slow: it called the
+function of a `tl.reduce` for each element (here for each slice), it patched all of triton.language again at each call
+of a helper (here once per launch), and it built a table of dtypes each time it looked one up.
 """
 
 import contextlib
@@ -38,6 +38,7 @@ def correct_rounding():
             (interpreter, "_patch_lang", _patch_once(interpreter._patch_lang)),
             (interpreter, "_get_np_dtype", _remembering(interpreter._get_np_dtype)),
             (builder, "create_splat", functools.partialmethod(_splat, builder.create_splat)),
+            (builder, "create_dot", functools.partialmethod(_dot, builder.create_dot)),
             (reduce_ops, "generic_reduce", functools.partialmethod(_reduce, reduce_ops.generic_reduce)),
         ):
             undo.callback(setattr, owner, name, getattr(owner, name))
@@ -59,6 +60,15 @@ def _splat(self, original, block, scalar):
     if scalar.data.dtype == bool:
         scalar = type(scalar)(scalar.data, triton.language.int1)
     return original(self, block, scalar)
+
+
+def _dot(self, original, a, b, *rest):
+    wide = (type(x)(_widened(x.data), triton.language.float32) if str(x.dtype) == "bf16" else x for x in (a, b))
+    return original(self, *wide, *rest)
+
+
+def _widened(bits):
+    return bits.view(ml_dtypes.bfloat16).astype(np.float32)
 
 
 def _reduce(self, original, inputs):

@@ -23,7 +23,7 @@ def _accept_third_argument_of_dce_rules():
     if jax.__version_info__ < (0, 12):
         return
     rule = partial_eval.dce_rules[triton_lib.triton_kernel_call_p]
-    partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = lambda used, live, eqn: rule(used, eqn)
+    partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = lambda used, live, eqn: rule(used, eqn)  # pyrefly: ignore
 
 
 def _give_options_to_hip_backend():
@@ -38,7 +38,7 @@ def _give_options_to_hip_backend():
             metadata.setdefault(name, value)
         return make_ttir(module, metadata, options)
 
-    HIPBackend.make_ttir = staticmethod(make_ttir_of_options)
+    HIPBackend.make_ttir = staticmethod(make_ttir_of_options)  # pyrefly: ignore
 
 
 def _read_rocm_arch_from_abstract_device():

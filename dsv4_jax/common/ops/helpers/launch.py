@@ -86,7 +86,9 @@ def _launch_interpreted(kernel, grid, updates, outputs, _, constants, args):
     numbers = {name: value for name, value in args.items() if isinstance(value, int)}
 
     def run(*tensors):
-        arrays = dict(zip([*names, *outputs], tensors, strict=True))
+        # The interpreter cannot copy a tensor without elements; one that has some stands in, and is not read.
+        filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+        arrays = dict(zip([*names, *outputs], filled, strict=True))
         with interpreter.correct_rounding():
             kernel[(grid,)](**arrays, **numbers, **constants)
 

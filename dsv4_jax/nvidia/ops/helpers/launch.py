@@ -4,6 +4,7 @@ import ctypes
 import dataclasses
 import functools
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -145,7 +146,7 @@ class Launch:
     May run while a CUDA graph is recorded, and on several threads at once.
     """
 
-    kernel: object
+    kernel: Callable
     shape: Shape
     arch: str
     names: tuple[str, ...]
