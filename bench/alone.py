@@ -71,7 +71,7 @@ def launch_cutedsl(arguments, params):
     tensors = {name: _on_gpu(array) for name, array in call.arrays.items()}
     values = call.numbers | {name: tensor.data_ptr() for name, tensor in tensors.items()}
     values = (kind(values.get(name, 0)) for name, kind in launch.Arguments.__annotations__.items())
-    kernel = launch.loaded(call.kernel, call.shape, "sm_{}{}a".format(*torch.cuda.get_device_capability()))
+    kernel = launch.load_kernel(call.kernel, call.shape, "sm_{}{}a".format(*torch.cuda.get_device_capability()))
     kernel(launch.Arguments(*values), launch.STREAM(torch.cuda.current_stream().cuda_stream))
     name = getattr(call.kernel, "__name__", "")
     print(f"{name}: {call.numbers['blocks']} CTAs, registers for {call.shape.resident} on a multiprocessor")

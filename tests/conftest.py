@@ -55,6 +55,6 @@ def compiled_kernels(monkeypatch):
     def compiled(kernel, shape, arch):
         keys.append((kernel.__name__, shape, arch))
 
-    monkeypatch.setattr(launch, "loaded", compiled)
+    monkeypatch.setattr(launch, "load_kernel", compiled)
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     return keys

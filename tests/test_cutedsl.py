@@ -149,7 +149,7 @@ def test_threads_that_compile_at_once(shape):
 
     def compiled(shape):
         together.wait()
-        return launch.compiled(kernel, shape, "sm_90a")
+        return launch.compile_kernel(kernel, shape, "sm_90a")
 
     with ThreadPoolExecutor(len(shapes)) as pool:
         found = list(pool.map(compiled, shapes))
@@ -176,9 +176,9 @@ def launched_on_threads(shape, monkeypatch, call):
         pointers = [argument.__c_pointers__() for argument in arguments]
         calls.append([[ctypes.c_int64.from_address(p.value).value for p in values] for values in pointers])
 
-    monkeypatch.setattr(launch, "loaded", lambda *key: function)
+    monkeypatch.setattr(launch, "load_kernel", lambda *key: function)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=of_thread.stream))
-    one = launch.Launch(launch.compiled, shape, "sm_90a", NAMES, NUMBERS)
+    one = launch.Launch(launch.compile_kernel, shape, "sm_90a", NAMES, NUMBERS)
 
     def work(stream):
         of_thread.stream = stream

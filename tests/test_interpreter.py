@@ -33,7 +33,7 @@ def narrow(values, to):
     size = 1 << (len(values) - 1).bit_length()
     x = torch.from_numpy(np.resize(values, size).astype(np.float32))
     out = torch.zeros(size, dtype=torch.int16 if to == "bf16" else torch.uint8)
-    with interpreter.amended():
+    with interpreter.correct_rounding():
         kernel[(1,)](x, out, N=size, TO=to)
     return out.numpy()[: len(values)].view(np.uint16 if to == "bf16" else np.uint8)
 
@@ -76,7 +76,7 @@ def test_every_code_widens_exactly(name):
     codes = np.arange(2 ** (8 * np.dtype(dtype).itemsize)).astype(np.uint16 if name == "bfloat16" else np.uint8)
     x = torch.from_numpy(codes).view(getattr(torch, name))
     out = torch.zeros(len(codes), dtype=torch.float32)
-    with interpreter.amended():
+    with interpreter.correct_rounding():
         kernel[(1,)](x, out, N=len(codes))
     np.testing.assert_array_equal(out.numpy(), codes.view(dtype).astype(np.float32))
 
@@ -103,7 +103,7 @@ def test_a_launch_leaves_triton_as_it_was():
     before = [dict(vars(owner)) for owner in owners]
     for _ in range(2):
         out = torch.zeros(1)
-        with interpreter.amended():
+        with interpreter.correct_rounding():
             assert triton_interpreter._convert_float is not before[0]["_convert_float"]
             kernel[(1,)](torch.arange(8.0), out, N=8)
         assert out.item() == 28
@@ -133,7 +133,7 @@ def test_reductions_by_slices_give_what_the_interpreters_own_do(axis):
     kernel.fn.__globals__.update(tl=tl, combine=combine)
     x, y = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
     found = []
-    for context in (contextlib.nullcontext, interpreter.amended):
+    for context in (contextlib.nullcontext, interpreter.correct_rounding):
         out = torch.zeros(2 * (8, 4)[axis])
         with context():
             kernel[(1,)](x, y, out, ROWS=4, COLUMNS=8, AXIS=axis)

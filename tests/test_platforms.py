@@ -127,6 +127,6 @@ def test_a_large_prefill_is_lowered_to_cutedsl(machine, monkeypatch):
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     from dsv4_jax.nvidia.ops.helpers import launch
 
-    monkeypatch.setattr(launch, "loaded", lambda kernel, shape, arch: None)
+    monkeypatch.setattr(launch, "load_kernel", lambda kernel, shape, arch: None)
     monkeypatch.setattr(platforms, "target", lambda platform: H200)
     assert lowered(8192, "float32").count("gpu_callback_cmd_buffer") == 1

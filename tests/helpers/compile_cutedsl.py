@@ -41,7 +41,7 @@ VARIANTS = [
 
 def main() -> int:
     """Compiles all variants; returns how many kernels that made."""
-    launch.loaded = announced
+    launch.load_kernel = announced
     for variant in VARIANTS:
         jax.eval_shape(functools.partial(trace, *variant))
     return announced.cache_info().currsize
@@ -49,9 +49,9 @@ def main() -> int:
 
 @functools.cache
 def announced(kernel, shape, arch):
-    """What `launch.loaded` does, without a GPU to load the code on."""
+    """What `launch.load_kernel` does, without a GPU to load the code on."""
     start = time.perf_counter()
-    function = launch.compiled(kernel, shape, arch)
+    function = launch.compile_kernel(kernel, shape, arch)
     assert packed(function, 20, 1) == list(range(21)), "cutlass-dsl does not hand on packed arguments as they are"
     print(kernel.__name__, shape, arch, f"{time.perf_counter() - start:.1f} s", flush=True)
     return function

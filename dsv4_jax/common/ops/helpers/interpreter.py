@@ -22,7 +22,7 @@ _SHORT = {"bf16": ml_dtypes.bfloat16, "fp8e4nv": ml_dtypes.float8_e4m3fn, "fp8e5
 
 
 @contextlib.contextmanager
-def amended():
+def correct_rounding():
     """While this lasts, conversions from float32 round to nearest even, those to it are exact, and launches are fast.
 
     For one launch: the interpreter undoes its patches of triton.language at the end of each.

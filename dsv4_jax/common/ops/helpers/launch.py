@@ -89,7 +89,7 @@ def _launch_interpreted(kernel, grid, updates, outputs, _, constants, args):
         # The interpreter cannot copy a tensor without elements; one that has some stands in, and is not read.
         filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
         arrays = dict(zip([*names, *outputs], filled, strict=True))
-        with interpreter.amended():
+        with interpreter.correct_rounding():
             kernel[(grid,)](**arrays, **numbers, **constants)
 
     results = bridge.torch_call(

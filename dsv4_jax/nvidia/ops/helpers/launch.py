@@ -104,17 +104,17 @@ def _once(function):
 
 
 @_once
-def compiled(kernel, shape: Shape, arch: str):
+def compile_kernel(kernel, shape: Shape, arch: str):
     """The function `kernel(arguments, stream)` for one target. Needs no GPU; takes about a second."""
     nothing = Arguments(*(kind(0) for kind in Arguments.__annotations__.values()))
     return cute.compile(kernel, nothing, make_fake_stream(), shape, options=f"--gpu-arch {arch}")
 
 
 @_once
-def loaded(kernel, shape: Shape, arch: str):
+def load_kernel(kernel, shape: Shape, arch: str):
     """The compiled function with its code on every GPU of this process."""
     try:
-        return compiled(kernel, shape, arch).to()
+        return compile_kernel(kernel, shape, arch).to()
     except Exception as error:
         error.add_note(
             f"The CuTeDSL kernel for {arch} could not be compiled and loaded. Installed: "
@@ -157,7 +157,7 @@ class Launch:
         return self.kernel.__name__
 
     def __post_init__(self):
-        object.__setattr__(self, "_function", loaded(self.kernel, self.shape, self.arch))
+        object.__setattr__(self, "_function", load_kernel(self.kernel, self.shape, self.arch))
         object.__setattr__(self, "_places", [Arguments._fields.index(name) for name in self.names])
         object.__setattr__(self, "_spare", [])  # arguments that no launch is using
 
