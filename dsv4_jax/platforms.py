@@ -83,10 +83,14 @@ def why_not(implementation: str, target: Target) -> str | None:
 
 
 def _why_no_triton(platform):
-    if not any(map(installed, ("triton", "pytorch-triton-rocm", "triton-rocm"))):
+    versions = map(installed, ("triton", "pytorch-triton-rocm", "triton-rocm"))
+    version = next(filter(None, versions), None)
+    if version is None:
         if platform == "cpu":
             return "triton is not installed; its interpreter needs triton and torch, or use implementation='xla'"
         return "triton is not installed; install dsv4-jax[cuda13] or dsv4-jax[rocm]"
+    if numbers(version) < (3, 8):
+        return f"triton {version} is installed; the kernels need 3.8 or newer, which has triton.aggregate"
     if platform in GPUS:
         if not installed("jax-triton"):
             return "jax-triton is not installed; install dsv4-jax[cuda13] or dsv4-jax[rocm]"

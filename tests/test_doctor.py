@@ -57,7 +57,7 @@ def rows(out):
 def test_ops():
     public = (getattr(dsv4_jax, name) for name in dsv4_jax.__all__)
     choosing = [f.__name__ for f in public if callable(f) and "implementation" in inspect.signature(f).parameters]
-    assert [op.name for op in doctor.ops()] == sorted(choosing) and len(choosing) == 12
+    assert [op.name for op in doctor.ops()] == sorted(choosing) and len(choosing) == 14
 
 
 def test_only_jax_and_numpy(report):

@@ -22,7 +22,7 @@ def machine(monkeypatch):
     """Sets what is installed."""
 
     def be(packages=ALL):
-        monkeypatch.setattr(platforms, "installed", lambda package: "1.0" if package in packages else None)
+        monkeypatch.setattr(platforms, "installed", lambda package: "9.0" if package in packages else None)
         monkeypatch.setattr(platforms, "_cutlass_import_error", lambda: None)
 
     be()
@@ -66,8 +66,7 @@ def test_only_what_was_measured_is_taken(machine):
     assert choose(CSA, 65536, save="all") == choose(HCA, 1024, save="all") == "triton"
     # Decodes: one token a request.
     assert choose(CSA, 16384, requests=16384) == choose(HCA, 1024, requests=1024) == "triton"
-    assert choose(HCA, 1) == "cutedsl"
-    assert choose(HCA, 2, requests=2) == choose(CSA, 1) == choose(HCA, 1, save="all") == "triton"
+    assert choose(HCA, 1) == choose(HCA, 2, requests=2) == choose(CSA, 1) == "triton"
     for arch in ("sm_89", "sm_100", "sm_120", None):
         assert choose(CSA, 65536, target=Target("cuda", arch)) == "triton"
     assert compress_norm_rope_store.OP.choose(H200, config=CSA) == "triton"
@@ -78,13 +77,19 @@ def test_what_is_not_installed_is_not_taken(machine):
     assert choose(CSA, 65536) == "triton"
     machine(packages=("torch",))
     assert choose(CSA, 65536) == choose(CSA, 64) == "xla"
-    machine(packages=("nvidia-cutlass-dsl",))
+    machine(packages=("nvidia-cutlass-dsl", "torch"))
     assert choose(CSA, 65536) == "cutedsl" and choose(CSA, 64) == "xla"
 
 
 @pytest.mark.parametrize(("platform", "taken"), [("cpu", "xla"), ("tpu", "xla"), ("rocm", "triton")])
 def test_other_platforms(machine, platform, taken):
     assert choose(CSA, 65536, target=Target(platform)) == taken
+
+
+def test_an_old_triton_is_not_taken(monkeypatch):
+    monkeypatch.setattr(platforms, "installed", lambda package: "3.7.1")
+    assert "triton 3.7.1 is installed; the kernels need 3.8" in compress.OP.why_not("triton", H200)
+    assert choose(CSA, 64) == "xla"
 
 
 def test_without_a_batch_small_ones_count(machine):

@@ -96,31 +96,27 @@ def _cutedsl():
 
 
 class Faster(NamedTuple):
-    """Batches that go to CuTeDSL: one compressor, prefill or decode, a range of token counts."""
+    """Prefills that go to CuTeDSL: one compressor, a range of token counts."""
 
     layout: tuple[int, bool]  # compress_ratio, overlap
     tokens: range
-    prefill: bool = True  # as `metadata.prefill`
 
 
-# Where CuTeDSL was clearly faster on an H200, for save="tail" and kv_score in float32 and bfloat16: by 0.4 us (HCA, one
-# token) to 46 us (CSA in bfloat16, 131072 tokens). docs/performance.md has the times. All other batches go to Triton.
-# If XLA does not capture the call in a command buffer, Python launches the CuTeDSL kernel, which takes a few
-# microseconds more than a Triton launch.
+# Where CuTeDSL was clearly faster on an H200, for save="tail" and kv_score in float32 and bfloat16: by 1 us (HCA, 512
+# tokens) to 46 us (CSA in bfloat16, 131072 tokens). docs/performance.md has the times. All other batches go to Triton,
+# decodes too: a model's step is captured in a command buffer, where both launches cost the same, but outside of one
+# Python launches the CuTeDSL kernel, which takes about 80 us more than a Triton launch.
 CUTEDSL_FASTER = (
     Faster((4, True), range(8192, 2**31)),
     Faster((128, False), range(512, 2049)),
     Faster((128, False), range(32768, 2**31)),
-    Faster((128, False), range(1, 2), prefill=False),
 )
 
 
 def _preference(kv_score, ape, state_cache, kv_cache, metadata, *_, config, save):
-    case = (config.compress_ratio, config.overlap), metadata.prefill
-    faster = save == "tail" and any(
-        (f.layout, f.prefill) == case and kv_score.shape[0] in f.tokens for f in CUTEDSL_FASTER
-    )
-    return ("cutedsl", "triton") if faster else ("triton",)
+    layout = config.compress_ratio, config.overlap
+    measured = any(faster.layout == layout and kv_score.shape[0] in faster.tokens for faster in CUTEDSL_FASTER)
+    return ("cutedsl", "triton") if measured and save == "tail" and metadata.prefill else ("triton",)
 
 
 OP = Op(
