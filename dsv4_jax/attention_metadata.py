@@ -104,7 +104,8 @@ class AttentionMetadata:
         Args:
           layer: `[]` int32, which of the window cache's layers, from 0.
           pages: pages of one layer of the window cache; all layers' rows together must be fewer than 2**31.
-          hca_layer, hca_pages: the same of the HCA cache; with None, `hca_indices` stay as they are.
+          hca_layer: `[]` int32, which of the HCA cache's layers.
+          hca_pages: pages of one layer of the HCA cache; with None, `hca_indices` stay as they are.
         """
         rows, hca_rows = self.page_rows
 

@@ -72,7 +72,7 @@ def sparse_mla_decode(
       cos_sin: `[P, 64]` float32, cos then sin, as `Yarn.table` makes it.
       quant_group_size: channels that share a scale: 32, 64 or 128; None: no quantization.
       tma_aligned_scales: scales as UE8M0 bytes, four to an int32, instead of float32.
-      implementation: "xla", "triton", "cutedsl" or None: the platform switch chooses.
+      implementation: "xla", "triton" or None: the platform switch chooses.
 
     Returns:
       o `[T, H, 512]` bfloat16; quantized instead values `[T, H, 512]` float8_e4m3fn and scales `[T, H, B]` float32, B

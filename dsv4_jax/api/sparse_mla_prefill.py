@@ -35,8 +35,14 @@ def sparse_mla_prefill(
       kv: `[rows, 512]` bfloat16.
       indices: `[T, K]` int32, rows of `kv`.
       lens: `[T]` int32, how many of a token's indices count; clipped to 0..K.
-      sink, softmax_scale, return_lse, positions, cos_sin, quant_group_size, tma_aligned_scales, implementation: as
-        `sparse_mla_decode` takes them.
+      sink: `[H]` float32, one logit per head.
+      softmax_scale: a static number.
+      return_lse: whether to return lse, too.
+      positions: `[T]` int32, of the tokens; a token outside the RoPE table gets zeros.
+      cos_sin: `[P, 64]` float32, cos then sin, as `Yarn.table` makes it.
+      quant_group_size: channels that share a scale: 32, 64 or 128; None: no quantization.
+      tma_aligned_scales: scales as UE8M0 bytes, four to an int32, instead of float32.
+      implementation: "xla", "triton" or None: the platform switch chooses.
 
     Returns:
       As `sparse_mla_decode`.
