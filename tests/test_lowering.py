@@ -77,7 +77,18 @@ def test_each_op_and_format(arch):
 
 
 @SWEEP
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "gfx942", "gfx950"])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        "sm_90",
+        pytest.param(
+            "sm_100",
+            marks=pytest.mark.xfail(reason="sparse attention needs 576 columns of tensor memory; there are 512"),
+        ),
+        "gfx942",
+        "gfx950",
+    ],
+)
 def test_every_specialization(arch):
     assert set(lower(arch, "--all")) == KERNELS
 
